@@ -1,0 +1,1 @@
+"""Experiment configs: plain files with a get_config() each. They import ml_collections only."""

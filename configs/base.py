@@ -1,0 +1,109 @@
+"""The sections that every config has, with their defaults and what they mean.
+
+A config file starts from `base()` and states what differs. Every key exists here, so a key that does
+not is a typing mistake and an error; keys of type `placeholder` start as None, "not set".
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+# Every field of glm5_jax.config.ModelConfig with its type, so that --config.model.FIELD works.
+MODEL_FIELDS = dict(
+  model_type=str, vocab_size=int, hidden_size=int, num_hidden_layers=int, first_k_dense_replace=int,
+  intermediate_size=int, moe_intermediate_size=int, n_routed_experts=int, n_shared_experts=int,
+  num_experts_per_tok=int, n_group=int, topk_group=int, scoring_func=str, norm_topk_prob=bool,
+  routed_scaling_factor=float, attention=str, num_attention_heads=int, num_key_value_heads=int,
+  q_lora_rank=int, kv_lora_rank=int, qk_nope_head_dim=int, qk_rope_head_dim=int, v_head_dim=int,
+  rope_theta=float, rope_scaling=object, max_position_embeddings=int, index_n_heads=int,
+  index_head_dim=int, index_topk=int, indexer_types=tuple, indexer_rope=str,
+  num_nextn_predict_layers=int, index_share_for_mtp_iteration=bool, rms_norm_eps=float,
+  initializer_range=float, eos_token_id=tuple, pad_token_id=int, latent_norm_eps=float,
+  index_norm_eps=float, sparse_attention=bool, dtype=str, param_dtype=str, remat=str,
+  scan_unroll=int, attention_chunk_elements=int,
+)  # fmt: skip
+
+
+def model(size: str, **changes) -> ConfigDict:
+  """A named size of glm5_jax/config.py with changes; fields left at None keep the size's value."""
+  config = ConfigDict({'size': size})
+  for name, kind in MODEL_FIELDS.items():
+    config[name] = placeholder(kind)
+  config.lock()  # So that a misspelt change is an error here already.
+  config.update(changes)
+  return config
+
+
+def base() -> ConfigDict:
+  """All sections. See the comments for units."""
+  c = ConfigDict()
+  c.stage = 'pretrain'
+  c.seed = 0  # Of the initial parameters; data.seed is that of the data order.
+
+  c.model = model('nano')
+
+  # See glm5_jax/data/config.py for all choices. A config for a mixture replaces `sources` by a tuple of
+  # such dicts (`del c.data.sources` first); the command line can change a single one by its keys.
+  c.data = ConfigDict()
+  c.data.sources = ConfigDict()
+  c.data.sources.kind = 'stdlib'  # stdlib | text | jsonl | parquet | array_record
+  c.data.sources.path = ''  # File, folder or glob pattern; stdlib needs none.
+  c.data.sources.field = 'text'  # Key or column with the text.
+  c.data.sources.separator = ''  # text: what separates documents within a file.
+  c.data.sources.licence = ''  # Quoted in the report.
+  c.data.validation_sources = ()  # By default a part of `sources` is held out:
+  c.data.validation_fraction = 0.05
+  c.data.tokenizer = ConfigDict()
+  c.data.tokenizer.kind = 'bpe'  # bpe (trained on the training files) | byte | file
+  c.data.tokenizer.vocab_size = 4096  # bpe; at most model.vocab_size.
+  c.data.tokenizer.path = ''  # file: a tokenizer.json.
+  c.data.seq_len = 512
+  c.data.batch_size = 8  # Rows.
+  c.data.packing = 'concat'  # concat | first_fit | best_fit
+  c.data.long_documents = 'split'  # split | skip | fatal
+  c.data.on_bad = 'skip'  # Bad documents: skip (and report) | fatal.
+  c.data.seed = 0
+  c.data.prefetch = 4  # Batches made ahead.
+  c.data.cache_dir = '~/.cache/glm5_jax'  # Tokenizers and tokens; '' for none.
+
+  c.optim = ConfigDict()
+  c.optim.name = 'adamw'
+  c.optim.peak_lr = 1e-3
+  c.optim.end_lr = 1e-4
+  c.optim.warmup_steps = 100  # Linear from 0.
+  c.optim.schedule = 'cosine'  # From peak_lr to end_lr over the remaining train.steps.
+  c.optim.b1 = 0.9
+  c.optim.b2 = 0.95
+  c.optim.eps = 1e-8
+  c.optim.weight_decay = 0.1  # Of matrices; norms and biases are exempt.
+  c.optim.clip_norm = 1.0  # Of the global gradient norm.
+
+  c.train = ConfigDict()
+  c.train.steps = 1000
+  c.train.max_minutes = placeholder(float)  # Stop then, with a report; 0 is no limit.
+  c.train.grad_accum = 1  # Micro-batches a step; each has data.batch_size / grad_accum rows.
+  c.train.mtp_steps = 3  # Tokens beyond the next one, learnt by one shared layer (section 2.1).
+  c.train.mtp_fraction = 1.0  # Of the batch's rows on which those steps are trained.
+  c.train.mtp_weight = 0.3  # Of the mean MTP loss.
+  c.train.router_bias_rate = 0.001  # Bias-based load balancing: step of the correction bias.
+  c.train.balance_loss_weight = 1e-4  # Of the sequence-wise balance loss.
+  # Of the indexer's KL. It trains nothing else and Adam ignores its scale, but the global gradient norm
+  # does not: at 1 the indexer's gradient decides how far everything else is clipped.
+  c.train.indexer_loss_weight = 0.01
+  c.train.z_loss = 0.0
+  c.train.max_consecutive_skips = 10  # Stop after this many non-finite steps in a row.
+
+  c.eval = ConfigDict()
+  c.eval.every = 100  # Steps.
+  c.eval.batches = 8  # Of the held-out files while training; the report uses all of them.
+  c.eval.overlap = 0  # Tokens of context that the next piece of a long document repeats.
+  c.eval.prompt = ''  # For the report's samples; by default a piece of a held-out document.
+  c.eval.sample_tokens = 128  # 0 for none.
+
+  c.checkpoint = ConfigDict()
+  c.checkpoint.every = 500  # Steps; besides, the last step and every new best evaluation.
+  c.checkpoint.keep_last = 2
+  c.checkpoint.keep_best = 1  # By held-out loss; 0 neither keeps nor writes them.
+
+  c.log = ConfigDict()
+  c.log.every = 1  # Steps between rows of metrics.jsonl.
+  return c

@@ -1,0 +1,1 @@
+"""Programs: they may import anything and are imported by nobody."""

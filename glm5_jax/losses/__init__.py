@@ -1,0 +1,1 @@
+"""Training objectives: pure, jittable functions of arrays."""

@@ -1,0 +1,128 @@
+"""Attention modules: MLA with its lightning indexer, and GQA for the ablation of Table 1."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.modules.params import declare, ones
+from glm5_jax.ops import gqa, indexer, mla, sparse_attention
+from glm5_jax.shapes import Keys
+
+
+class Context(NamedTuple):
+  """What every layer of one forward pass shares."""
+
+  keys: Keys
+  cos: jax.Array  # [B, T, R/2] float32
+  sin: jax.Array
+  valid: jax.Array  # [B, T] bool, false for padding
+  offset: jax.Array | int | None  # Cache slot of the first new token; 0 without a cache.
+
+  def rows(self, which: slice) -> 'Context':
+    """The context of some rows of the batch."""
+    arrays = jax.tree.map(lambda a: a[which], self._replace(offset=None))
+    return arrays._replace(offset=self.offset)
+
+
+Cache = dict[str, jax.Array] | None
+
+
+def _append(cache: Cache, name: str, new: jax.Array, offset) -> jax.Array:
+  """All keys seen so far: the layer's cache with `new` [B, T, ...] written at slot `offset`."""
+  if cache is None:
+    return new
+  start = (0, offset) + (0,) * (new.ndim - 2)
+  return jax.lax.dynamic_update_slice(cache[name], new.astype(cache[name].dtype), start)
+
+
+class Indexer(nn.Module):
+  """The lightning indexer's parameters; trained by its own loss, so its inputs are detached."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, q_latent, ctx: Context) -> tuple[indexer.Queries, jax.Array]:
+    c = self.config
+    p = declare(
+      self, c, w_q=(c.q_lora_rank, c.index_n_heads, c.index_head_dim),
+      w_k=(c.hidden_size, c.index_head_dim), w_w=(c.hidden_size, c.index_n_heads),
+    )  # fmt: skip
+    p['k_norm_scale'] = ones(self, c, 'k_norm_scale', c.index_head_dim)
+    p['k_norm_bias'] = self.param(
+      'k_norm_bias', nn.initializers.zeros, (c.index_head_dim,), jnp.dtype(c.param_dtype)
+    )
+    x, q_latent = jax.lax.stop_gradient((x, q_latent))
+    queries = indexer.queries(p, x, q_latent, ctx.cos, ctx.sin, c)
+    return queries, indexer.keys(p, x, ctx.cos, ctx.sin, c)
+
+
+class MLA(nn.Module):
+  """Multi-head latent attention with DeepSeek sparse attention.
+
+  `indexer` is 'full' (a lightning indexer of its own) or 'shared' (an earlier layer's selection).
+  """
+
+  config: ModelConfig
+  indexer: str
+  request: sparse_attention.Request
+  form: sparse_attention.Form | None
+
+  @nn.compact
+  def __call__(self, x, selection, ctx: Context, cache: Cache):
+    c = self.config
+    heads = c.num_attention_heads
+    p = declare(
+      self, c, w_dq=(c.hidden_size, c.q_lora_rank), w_uq=(c.q_lora_rank, heads, c.qk_head_dim),
+      w_dkv=(c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim),
+      w_uk=(c.kv_lora_rank, heads, c.qk_nope_head_dim), w_uv=(c.kv_lora_rank, heads, c.v_head_dim),
+      w_o=(heads, c.v_head_dim, c.hidden_size),
+    )  # fmt: skip
+    p['q_norm'] = ones(self, c, 'q_norm', c.q_lora_rank)
+    p['kv_norm'] = ones(self, c, 'kv_norm', c.kv_lora_rank)
+
+    q = mla.queries(p, x, ctx.cos, ctx.sin, c)
+    new = mla.latents(p, x, ctx.cos, ctx.sin, c)
+    latents = mla.Latents(
+      _append(cache, 'c', new.c, ctx.offset), _append(cache, 'k_rope', new.k_rope, ctx.offset)
+    )
+    new_cache = {'c': latents.c, 'k_rope': latents.k_rope}
+    index = None
+    if self.indexer == 'full':
+      with jax.named_scope('indexer'):
+        index_queries, index_k = Indexer(c, name='indexer')(x, q.latent, ctx)
+        index_k = _append(cache, 'k_index', index_k, ctx.offset)
+      index = sparse_attention.Index(index_queries, index_k)
+      new_cache['k_index'] = index_k
+    out, aux = sparse_attention.attend(
+      p, q, latents, ctx.keys, index, selection, c, self.request, self.form
+    )
+    out = jnp.einsum('BTNH,NHD->BTD', out, p['w_o'].astype(x.dtype))
+    return out, aux, (None if cache is None else new_cache)
+
+
+class GQA(nn.Module):
+  """Grouped-query attention with QK-norm, dense."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x, ctx: Context, cache: Cache) -> tuple[jax.Array, dict[str, Any], Cache]:
+    c = self.config
+    heads, groups = c.num_attention_heads, c.num_key_value_heads
+    p = declare(
+      self, c, w_q=(c.hidden_size, heads, c.qk_head_dim), w_k=(c.hidden_size, groups, c.qk_head_dim),
+      w_v=(c.hidden_size, groups, c.v_head_dim), w_o=(heads, c.v_head_dim, c.hidden_size),
+    )  # fmt: skip
+    p['q_norm'] = ones(self, c, 'q_norm', c.qk_head_dim)
+    p['k_norm'] = ones(self, c, 'k_norm', c.qk_head_dim)
+    q = gqa.queries(p, x, ctx.cos, ctx.sin, c)
+    new = gqa.key_values(p, x, ctx.cos, ctx.sin, c)
+    kv = gqa.KeyValues(
+      _append(cache, 'k', new.k, ctx.offset), _append(cache, 'v', new.v, ctx.offset)
+    )
+    out = gqa.attend(q, kv, ctx.keys, c)
+    out = jnp.einsum('BTNH,NHD->BTD', out, p['w_o'].astype(x.dtype))
+    return out, {}, (None if cache is None else {'k': kv.k, 'v': kv.v})

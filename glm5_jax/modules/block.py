@@ -1,0 +1,68 @@
+"""One decoder layer: pre-norm residual attention, then pre-norm residual feed-forward."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+
+from glm5_jax.config import BlockSpec, ModelConfig
+from glm5_jax.losses.indexer_kl import mean_kl
+from glm5_jax.modules.attention import GQA, MLA, Cache, Context
+from glm5_jax.modules.mlp import MoE, SwiGLU
+from glm5_jax.modules.params import ones
+from glm5_jax.ops import norm, sparse_attention
+
+
+class Options(NamedTuple):
+  """What a forward pass computes beside its output; static.
+
+  indexer_loss adds the indexer's KL; recall the attention mass its selection holds; capture every
+  intermediate, [T, S] tensors included (for tests and plots).
+  """
+
+  indexer_loss: bool = False
+  recall: bool = False
+  capture: bool = False
+  form: sparse_attention.Form | None = None
+
+
+class Block(nn.Module):
+  """Attention and feed-forward of one layer, as `spec` says."""
+
+  config: ModelConfig
+  spec: BlockSpec
+  options: Options
+  emit_selection: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array, selection: jax.Array | None, ctx: Context, cache: Cache):
+    """Returns (x, selection, aux, cache). `x` [B, T, D]; `selection` [B, T, K] or None.
+
+    aux holds scalars kl and recall (mean over valid queries), router statistics, and with
+    options.capture the intermediates.
+    """
+    c, options = self.config, self.options
+    n = norm.rms_norm(x, ones(self, c, 'attn_norm', c.hidden_size), c.rms_norm_eps)
+    with jax.named_scope('attention'):
+      if self.spec.indexer == 'none':
+        attended, aux, cache = GQA(c, name='attn')(n, ctx, cache)
+      else:
+        request = sparse_attention.Request(
+          kl=options.indexer_loss, recall=options.recall, selection=self.emit_selection,
+          scores=options.capture,
+        )  # fmt: skip
+        attention = MLA(c, self.spec.indexer, request, options.form, name='attn')
+        attended, aux, cache = attention(n, selection, ctx, cache)
+    selection = aux.pop('selection', selection)
+    aux |= {k: mean_kl(aux[k], ctx.valid) for k in ('kl', 'recall') if k in aux}
+    x = x + attended
+    m = norm.rms_norm(x, ones(self, c, 'mlp_norm', c.hidden_size), c.rms_norm_eps)
+    with jax.named_scope(self.spec.mlp):
+      if self.spec.mlp == 'dense':
+        y = SwiGLU(c, c.intermediate_size, name='mlp')(m)
+      else:
+        y, router_aux = MoE(c, options.capture, name='moe')(m, ctx.valid)
+        aux |= router_aux
+    if options.capture:
+      aux |= {'attn_in': n, 'attn_out': attended, 'mlp_out': y, 'block_out': x + y}
+    return x + y, selection, aux, cache

@@ -1,0 +1,1 @@
+"""Array mathematics of GLM-5: pure functions of arrays, no Flax, no state."""

@@ -1,0 +1,1 @@
+"""Optimizers: Optax transforms chosen by one table of parameter paths."""

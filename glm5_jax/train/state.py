@@ -1,0 +1,26 @@
+"""The training state: everything a checkpoint must hold to continue bit for bit."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@flax.struct.dataclass
+class TrainState:
+  """A pytree; `step` counts batches consumed, `skipped` those whose update was dropped."""
+
+  step: jax.Array  # int32
+  skipped: jax.Array  # int32
+  params: Any
+  opt_state: Any
+  rng: jax.Array  # Raw uint32 key data, so that it serialises like any array.
+
+  @classmethod
+  def create(cls, params: Any, tx: optax.GradientTransformation, seed: int) -> 'TrainState':
+    return cls(
+      step=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32), params=params,
+      opt_state=tx.init(params), rng=jax.random.key_data(jax.random.key(seed)),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A package, so that no installed module called `tests` comes before it."""
