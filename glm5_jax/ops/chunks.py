@@ -11,9 +11,13 @@ _SAVED = 'saved_in_chunk'
 _POLICY = jax.checkpoint_policies.save_only_these_names(_SAVED)
 
 
-def saved(x: jax.Array) -> jax.Array:
-  """Marks a small, expensive result of a chunk, to be kept for the backward pass."""
-  return checkpoint_name(x, _SAVED)
+def saved(mask: jax.Array) -> jax.Array:
+  """Marks the bool `mask` [..., S], a chunk's expensive result, to be kept for the backward pass.
+
+  What is kept takes a bit a key: 2 GB a layer at 128K tokens, where bytes would take 16.
+  """
+  bits = checkpoint_name(jnp.packbits(mask, axis=-1), _SAVED)
+  return jnp.unpackbits(bits, axis=-1, count=mask.shape[-1]).astype(bool)
 
 
 def bind(keys: Any, x: Any) -> tuple[Any, Any]:

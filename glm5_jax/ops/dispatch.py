@@ -60,8 +60,7 @@ def _block_matmul_bwd(residuals, g):
   x, w, expert = residuals
   dx = jnp.einsum('nbF,nDF->nbD', g, w[expert])
   per_block = jnp.einsum('nbD,nbF->nDF', x, g)
-  one_hot = (expert == jnp.arange(w.shape[0])[:, None]).astype(g.dtype)
-  return dx, jnp.einsum('En,nDF->EDF', one_hot, per_block), None
+  return dx, jax.ops.segment_sum(per_block, expert, w.shape[0], indices_are_sorted=True), None
 
 
 _block_matmul.defvjp(_block_matmul_fwd, _block_matmul_bwd)

@@ -145,12 +145,13 @@ def test_compiled_flops_are_those_of_the_chosen_experts(tokens):
   assert one * rows <= counted <= 1.05 * one * blocks * block
 
 
-def test_compiled_flops_of_the_gradients():
-  """Twice the forward pass again, at the shapes of the nano model's training step."""
-  tokens, chosen, experts = 4096, 2, 8
+@pytest.mark.parametrize(('tokens', 'chosen', 'experts'), [(4096, 2, 8), (512, 4, 128)])
+def test_compiled_flops_of_the_gradients(tokens, chosen, experts):
+  """Twice the forward pass again, for few experts and for many."""
   block, blocks = dispatch.block_layout(tokens * chosen, experts)
   everything = jax.value_and_grad(lambda x, e, r, w: jnp.sum(ffn(x, e, r, w) ** 2), (0, 2, 3))
   counted, one = compiled(everything, tokens, chosen, experts, 192, 128)
   closed = 3 * one * blocks * block
   print(f'[flops] forward and backward: {counted / closed:.3f} of the closed form with padding')
-  assert 0.99 * closed <= counted <= 1.1 * closed
+  # The rest is activation, combining, and adding up the blocks' gradients.
+  assert 0.99 * closed <= counted <= 1.15 * closed
