@@ -60,13 +60,21 @@ def base() -> ConfigDict:
   c.data.batch_size = 8  # Rows.
   c.data.packing = 'concat'  # concat | first_fit | best_fit
   c.data.long_documents = 'split'  # split | skip | fatal
+  c.data.objective = 'next_token'  # next_token | infilling (GLM's; needs best_fit, no MTP steps)
+  c.data.infilling = ConfigDict()  # What infilling hides, see InfillingConfig in data/config.py:
+  c.data.infilling.span_prob = 0.3  # short spans, or
+  c.data.infilling.sentence_prob = 0.0  # sentences, or else
+  c.data.infilling.suffix_prob = 1.0  # the end of the text (0: one long span anywhere).
+  c.data.infilling.mask_ratio = 0.15  # Of the tokens, hidden by spans.
+  c.data.fim_rate = 0.0  # Of the training documents: rearranged for fill-in-the-middle.
+  c.data.fim_spm_rate = 0.0  # Of those: with the suffix first.
   c.data.on_bad = 'skip'  # Bad documents: skip (and report) | fatal.
   c.data.seed = 0
   c.data.prefetch = 4  # Batches made ahead.
   c.data.cache_dir = '~/.cache/glm5_jax'  # Tokenizers and tokens; '' for none.
 
   c.optim = ConfigDict()
-  c.optim.name = 'adamw'
+  c.optim.name = 'adamw'  # muon_split | muon | adamw; see glm5_jax/optim/rules.py.
   c.optim.peak_lr = 1e-3
   c.optim.end_lr = 1e-4
   c.optim.warmup_steps = 100  # Linear from 0.
@@ -76,6 +84,11 @@ def base() -> ConfigDict:
   c.optim.eps = 1e-8
   c.optim.weight_decay = 0.1  # Of matrices; norms and biases are exempt.
   c.optim.clip_norm = 1.0  # Of the global gradient norm.
+  # For name = muon_split or muon, which use b1, b2 and eps for what is no matrix.
+  c.optim.momentum = 0.95
+  c.optim.nesterov = True  # The paper is silent; public implementations have it.
+  c.optim.ns_dtype = 'float32'  # Of Newton-Schulz: float32 | bfloat16.
+  c.optim.ns_chunk = 1 << 18  # Elements it works on at once: a CPU core's cache; accelerators 2**27.
 
   c.train = ConfigDict()
   c.train.steps = 1000

@@ -17,7 +17,8 @@ class Keys(NamedTuple):
   """Which keys a query may see: key `s` is visible to query `t` of the same row iff
   `s <= q_slot[t]`, both carry the same segment id, and that id is not 0 (padding).
 
-  A slot is an index into the key axis; without a cache it equals the query's own index.
+  A slot is an index into the key axis. `q_slot` is the query's own, except in the bidirectional part of a
+  segment (`prefix` of modules/model.py), where it is the last slot of that part.
   """
 
   q_slot: jax.Array  # [B, T] int32

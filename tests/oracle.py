@@ -217,6 +217,7 @@ def forward(
   *,
   segments: Array | None = None,
   positions: Array | None = None,
+  prefix: Array | None = None,
   mtp_steps: int = 0,
   dense: bool = False,
 ) -> dict[str, Any]:
@@ -227,6 +228,7 @@ def forward(
     config: config.json.
     segments: [b, t], 0 for padding; a token sees earlier ones of its own segment.
     positions: [b, t] rope positions.
+    prefix: [b, t], tokens before it are seen as well (blank infilling).
     mtp_steps: that many MTP steps, taking turns in the layers from num_hidden_layers on.
     dense: attend to all visible keys (warm-up stage); the indexer then has its loss only.
 
@@ -242,7 +244,10 @@ def forward(
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
   positions = np.asarray(positions)
   same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
-  visible = same & np.tri(ids.shape[1], dtype=bool)
+  earlier = np.broadcast_to(np.tri(ids.shape[1], dtype=bool), same.shape)
+  if prefix is not None:
+    earlier = earlier | (np.arange(ids.shape[1]) < np.asarray(prefix)[:, :, None])
+  visible = same & earlier
   eps, count = config['rms_norm_eps'], config['num_hidden_layers']
 
   x = w['model.embed_tokens.weight'][ids]

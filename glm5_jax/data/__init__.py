@@ -5,7 +5,7 @@ batches = make_train_iterator(corpus)
 held_out = make_eval_batches(corpus)
 """
 
-from glm5_jax.data.config import DataConfig, SourceConfig, TokenizerConfig
+from glm5_jax.data.config import DataConfig, InfillingConfig, SourceConfig, TokenizerConfig
 from glm5_jax.data.corpus import Corpus, load_corpus
 from glm5_jax.data.held_out import (
   EvalSet,
@@ -24,6 +24,7 @@ __all__ = [
   'DataError',
   'DataReport',
   'EvalSet',
+  'InfillingConfig',
   'SourceConfig',
   'Tokenizer',
   'TokenizerConfig',

@@ -67,6 +67,7 @@ class SourceConfig:
     field: Key or column with the text. Empty for 'array_record': the record is the text itself.
     separator: For 'text': what separates documents within a file, e.g. a blank line ('\\n\\n').
     licence: Of the documents; quoted in the report.
+    fim: Whether `DataConfig.fim_rate` applies; False for prose beside code.
   """
 
   kind: SourceKind = 'stdlib'
@@ -78,6 +79,7 @@ class SourceConfig:
   field: str = 'text'
   separator: str = ''
   licence: str = ''
+  fim: bool = True
 
   @property
   def paths(self) -> tuple[str, ...]:
@@ -125,6 +127,66 @@ class TokenizerConfig:
       raise DataError("tokenizer kind 'file' needs `path`, a tokenizer.json or its folder")
 
 
+def _check_shares(config: Any, *names: str) -> None:
+  for name in names:
+    if not 0 <= getattr(config, name) <= 1:
+      raise DataError(
+        f'{type(config).__name__}.{name} is {getattr(config, name)!r}; it must lie in [0, 1]'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class InfillingConfig:
+  """What GLM blank infilling hides (data/infilling.py; the original's names in brackets).
+
+  A sample hides spans, with `span_prob`; whole sentences, with `sentence_prob`; otherwise one long
+  span, "generation". The defaults are GLM-130B's (arXiv 2210.02414, section 2.2): 30 % spans, 70 %
+  generation. GLM-10B's: 0.5, 0.3, suffix_prob 0.5, min_generation 0.25, block_mask_prob 0.1.
+
+  Attributes:
+    span_prob: Of spans with lengths from a Poisson distribution [bert_prob].
+    sentence_prob: Of sentences [gap_sentence_prob].
+    suffix_prob: Of a generation sample: that the hidden span is the end of the text rather than
+      anywhere in it [gpt_infill_prob].
+    min_generation: Shortest hidden span of generation, as a share of the text [gpt_min_ratio].
+    mask_ratio: Share of the tokens that spans hide, at least [bert_ratio].
+    sentence_ratio: The same of sentences [gap_sentence_ratio].
+    single_span_prob: That only one span is hidden.
+    block_mask_prob: Share of the inputs within spans replaced by [dBLOCK], which GLM-4.5 and later
+      tokenizers lack.
+    shuffle_spans: Part B has the spans in random order, or in that of the text [shuffle_blocks].
+    task_masks: [sMASK] and [gMASK] for sentences and generation, or [MASK] for all [task_mask].
+    block_positions: Row 1 of the positions counts within a span, or is 1 [block_position_encoding].
+    random_position: Positions begin at a random number.
+  """
+
+  span_prob: float = 0.3
+  sentence_prob: float = 0.0
+  suffix_prob: float = 1.0
+  min_generation: float = 0.5
+  mask_ratio: float = 0.15
+  sentence_ratio: float = 0.15
+  single_span_prob: float = 0.0
+  block_mask_prob: float = 0.0
+  shuffle_spans: bool = True
+  task_masks: bool = True
+  block_positions: bool = True
+  random_position: bool = False
+
+  def __post_init__(self):
+    _check_shares(
+      self, 'span_prob', 'sentence_prob', 'suffix_prob', 'min_generation', 'mask_ratio',
+      'sentence_ratio', 'single_span_prob', 'block_mask_prob',
+    )  # fmt: skip
+    if self.span_prob + self.sentence_prob > 1 + 1e-9:
+      raise DataError(
+        f'InfillingConfig.span_prob {self.span_prob} and sentence_prob {self.sentence_prob} must '
+        'not exceed 1 together; the rest is generation'
+      )
+    if not self.mask_ratio or not self.sentence_ratio:
+      raise DataError('InfillingConfig.mask_ratio and sentence_ratio must be positive')
+
+
 def _sources(value: Any) -> tuple[SourceConfig, ...]:
   if isinstance(value, list | tuple):
     return tuple(_build(SourceConfig, item) for item in value)
@@ -149,6 +211,11 @@ class DataConfig:
       arXiv 2508.06471 section 2.3); 'best_fit' and 'first_fit' keep documents whole where they fit
       (GLM-4.5's mid-training uses best fit).
     long_documents: A document longer than a row is 'split' over rows, left out ('skip') or 'fatal'.
+    objective: 'next_token', or 'infilling': GLM's blank infilling (data/infill_rows.py), for which
+      batches have a `prefix` as well.
+    infilling: See `InfillingConfig`.
+    fim_rate: Share of the training documents rearranged for fill-in-the-middle (data/fim.py).
+    fim_spm_rate: Of those, the share with the suffix before the prefix.
     on_bad: 'skip' counts and reports bad documents, 'fatal' stops at the first.
     seed: Of the order of documents and rows.
     prefetch: Batches made ahead by a thread; 0 makes them when asked for.
@@ -163,6 +230,10 @@ class DataConfig:
   batch_size: int = 8
   packing: Literal['concat', 'first_fit', 'best_fit'] = 'concat'
   long_documents: Literal['split', 'skip', 'fatal'] = 'split'
+  objective: Literal['next_token', 'infilling'] = 'next_token'
+  infilling: InfillingConfig = InfillingConfig()
+  fim_rate: float = 0.0
+  fim_spm_rate: float = 0.0
   on_bad: Literal['skip', 'fatal'] = 'skip'
   seed: int = 0
   prefetch: int = 4
@@ -176,6 +247,22 @@ class DataConfig:
       raise DataError(f'seq_len {self.seq_len} and batch_size {self.batch_size} must be positive')
     if not 0 <= self.validation_fraction < 1:
       raise DataError(f'validation_fraction {self.validation_fraction} must lie in [0, 1)')
+    _check_shares(self, 'fim_rate', 'fim_spm_rate')
+    if self.objective == 'infilling':
+      if self.packing == 'concat':
+        raise DataError(
+          "objective 'infilling' needs documents kept apart, which packing 'concat' does not do: set "
+          "packing to 'best_fit' or 'first_fit'"
+        )
+      if self.long_documents != 'split' or self.seq_len < 16:
+        raise DataError(
+          "objective 'infilling' needs rows of at least 16 tokens and long_documents='split', not "
+          f'seq_len {self.seq_len} and {self.long_documents!r}'
+        )
+      if self.fim_rate:
+        raise DataError("fim_rate is for objective 'next_token'; infilling hides spans itself")
+    if self.fim_rate and self.seq_len < 8:
+      raise DataError(f'fim_rate needs rows of at least 8 tokens, not seq_len {self.seq_len}')
 
   def rows_per_process(self, index: int, count: int) -> int:
     """Rows of the batch that process `index` of `count` makes.
@@ -206,4 +293,6 @@ class DataConfig:
         values[key] = _sources(values[key])
     if 'tokenizer' in values:
       values['tokenizer'] = _build(TokenizerConfig, values['tokenizer'])
+    if 'infilling' in values:
+      values['infilling'] = _build(InfillingConfig, values['infilling'])
     return _build(cls, values)

@@ -9,6 +9,7 @@ import numpy as np
 
 from glm5_jax.data import packing, sources
 from glm5_jax.data.corpus import Corpus, Part
+from glm5_jax.data.infill_rows import InfillRows
 from glm5_jax.data.packing import Batch
 from glm5_jax.data.report import DataError, DataReport
 
@@ -43,6 +44,8 @@ def make_eval_batches(
 ) -> EvalSet:
   """The held-out documents as batches, best-fit packed; the same on every call.
 
+  With objective 'infilling' they are generated behind [gMASK] (`InfillRows.held_out_row`).
+
   Args:
     corpus: From `load_corpus`.
     process_index: This process.
@@ -60,18 +63,26 @@ def make_eval_batches(
   which = np.repeat(np.arange(len(parts)), [len(p.documents) for p in parts])
   document = np.concatenate([p.documents for p in parts])
   lengths = np.concatenate([p.lengths for p in parts])
-  plan = packing.plan_rows(lengths, config.seq_len, 'best_fit', seed=0, overlap=overlap)
+  infill = InfillRows(config, corpus.tokenizer) if config.objective == 'infilling' else None
+  slots = infill.held_out_slots if infill else None
+  plan = packing.plan_rows(lengths, config.seq_len, 'best_fit', 0, overlap, slots)
 
   def read(index: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return parts[which[index]].store.read(int(document[index]), start, length)
 
+  def build(number: int) -> Batch:
+    if infill:
+      return infill.held_out_row(plan.row(number), read)
+    return packing.build_row(plan.row(number), read, config.seq_len, pad_id)
+
   pad_id = corpus.tokenizer.eot_id
+  padding = infill.empty_row() if infill else packing.empty_row(config.seq_len, pad_id)
   order = np.random.default_rng(0).permutation(len(plan))
   batches = []
   for first in range(process_index * local, len(plan) + process_index * local, config.batch_size):
     numbers = order[first : first + local]
-    rows = [packing.build_row(plan.row(n), read, config.seq_len, pad_id) for n in numbers]
-    rows += [packing.empty_row(config.seq_len, pad_id)] * (local - len(rows))
+    rows = [build(n) for n in numbers]
+    rows += [padding] * (local - len(rows))
     batches.append({key: np.stack([row[key] for row in rows]) for key in rows[0]})
   return EvalSet(
     batches, sum(p.num_bytes for p in parts), sum(p.num_targets for p in parts), len(document)

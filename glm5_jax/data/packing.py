@@ -100,7 +100,12 @@ def cut(lengths: np.ndarray, seq_len: int, overlap: int = 0) -> Pieces:
 
 
 def plan_rows(
-  lengths: np.ndarray, seq_len: int, packing: Packing, seed: int | tuple[int, ...], overlap: int = 0
+  lengths: np.ndarray,
+  seq_len: int,
+  packing: Packing,
+  seed: int | tuple[int, ...],
+  overlap: int = 0,
+  slots: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> RowPlan:
   """Plans the rows of one pass over documents of the given lengths; every input is in it once.
 
@@ -113,18 +118,24 @@ def plan_rows(
     packing: See the module.
     seed: Of the order of the documents, for 'concat' and 'first_fit'.
     overlap: See `cut`; not for 'concat'.
+    slots: How many positions of a row pieces of so many inputs take, not falling with the inputs; by
+      default as many. Not for 'concat'.
   """
   rng = np.random.default_rng(seed)
   if packing == 'concat':
-    if overlap:
-      raise ValueError("overlap needs packing 'best_fit' or 'first_fit', where cuts are known")
+    if overlap or slots:
+      raise ValueError(
+        "overlap and slots need packing 'best_fit' or 'first_fit', where cuts are known"
+      )
     return _concat(np.asarray(lengths, np.int64), seq_len, rng)
-  pieces = cut(lengths, seq_len, overlap)
+  longest = seq_len
+  if slots:
+    longest = int(np.searchsorted(slots(np.arange(1, seq_len + 1)), seq_len, side='right'))
+  pieces = cut(lengths, longest, overlap)
   if packing == 'first_fit':
     pieces = pieces.take(rng.permutation(len(pieces.length)))
-    rows = first_fit(pieces.length, seq_len)
-  else:
-    rows = best_fit(pieces.length, seq_len)
+  sizes = slots(pieces.length) if slots else pieces.length
+  rows = first_fit(sizes, seq_len) if packing == 'first_fit' else best_fit(sizes, seq_len)
   order = np.argsort(rows, kind='stable')
   counts = np.bincount(rows)
   return RowPlan(pieces.take(order), np.concatenate([[0], np.cumsum(counts)]), seq_len)

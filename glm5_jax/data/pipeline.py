@@ -5,33 +5,45 @@ by weight, dealt to processes, batched, and made ahead by a thread. Its position
 same on every process.
 """
 
+import dataclasses
+import functools
 import hashlib
+import random
 import threading
 from typing import Any
 
 import grain
 import numpy as np
 
-from glm5_jax.data import packing
+from glm5_jax.data import fim, packing
 from glm5_jax.data.config import DataConfig
 from glm5_jax.data.corpus import Corpus, Part
+from glm5_jax.data.infill_rows import InfillRows
 from glm5_jax.data.packing import Batch
 from glm5_jax.data.report import DataError
+from glm5_jax.data.tokenizer import Tokenizer
 
 
 class PackedRows(grain.MapDataset):
   """The rows of one source; row i belongs to epoch i // len.
 
   With packing 'concat' every epoch cuts the documents elsewhere; otherwise all epochs have the same
-  rows.
+  documents in a row. What blank infilling hides, and where fill-in-the-middle cuts, is drawn anew in each.
   """
 
-  def __init__(self, part: Part, config: DataConfig, seed: int, pad_id: int):
+  def __init__(self, part: Part, config: DataConfig, seed: int, tokenizer: Tokenizer):
     super().__init__()
     self._part = part
     self._config = config
     self._seed = seed
-    self._pad_id = pad_id
+    self._pad_id = tokenizer.eot_id
+    self._infill = InfillRows(config, tokenizer) if config.objective == 'infilling' else None
+    self._fim = None
+    if config.fim_rate and part.source.fim:
+      self._fim = fim.Documents(
+        part.lengths, self._read, fim.Tokens.of(tokenizer), config.fim_rate, config.fim_spm_rate,
+        seed, config.seq_len, whole=config.long_documents != 'split',
+      )  # fmt: skip
     self._lock = threading.Lock()
     self._epoch = 0
     self._plan = self._make_plan(0)
@@ -52,7 +64,10 @@ class PackedRows(grain.MapDataset):
       return self.slice(index)
     epoch, row = divmod(index, len(self))
     pieces = self._plan_of(epoch).row(row)
-    return packing.build_row(pieces, self._read, self._config.seq_len, self._pad_id)
+    if self._infill:
+      return self._infill.train_row(pieces, self._read, random.Random(f'{self._seed}/{index}'))
+    read = functools.partial(self._fim.read, epoch=epoch) if self._fim else self._read
+    return packing.build_row(pieces, read, self._config.seq_len, self._pad_id)
 
   def _plan_of(self, epoch: int) -> packing.RowPlan:
     if self._config.packing != 'concat':
@@ -65,7 +80,9 @@ class PackedRows(grain.MapDataset):
   def _make_plan(self, epoch: int) -> packing.RowPlan:
     config = self._config
     seed = (self._seed, epoch)
-    return packing.plan_rows(self._part.lengths, config.seq_len, config.packing, seed)
+    lengths = self._fim.lengths if self._fim else self._part.lengths
+    slots = self._infill.slots if self._infill else None
+    return packing.plan_rows(lengths, config.seq_len, config.packing, seed, slots=slots)
 
   def _read(self, document: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return self._part.store.read(int(self._part.documents[document]), start, length)
@@ -137,9 +154,9 @@ class TrainIterator(grain.DatasetIterator):
     """
     saved = state.get('made_with', {})
     different = [
-      f'{key} was {saved.get(key)!r}, is {value!r}'
-      for key, value in self._made_with.items()
-      if saved.get(key) != value
+      f'{key} was {saved.get(key)!r}, is {self._made_with.get(key)!r}'
+      for key in {**self._made_with, **saved}
+      if saved.get(key) != self._made_with.get(key)
     ]
     if different:
       raise DataError(
@@ -162,7 +179,7 @@ def make_train_iterator(
     process_count: All of them; divides the batch size.
 
   Raises:
-    DataError: The batch cannot be divided.
+    DataError: The batch cannot be divided, or the tokenizer lacks a token that the settings need.
   """
   config = corpus.config
   local_size = config.rows_per_process(process_index, process_count)
@@ -170,7 +187,7 @@ def make_train_iterator(
   for number, part in enumerate(corpus.train):
     seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])
     name = part.source.name if part.source.name not in rows else f'{part.source.name}#{number}'
-    rows[name] = PackedRows(part, config, seed, corpus.tokenizer.eot_id)
+    rows[name] = PackedRows(part, config, seed, corpus.tokenizer)
     shuffled.append(rows[name].shuffle(seed).repeat())
   weights = [part.source.weight for part in corpus.train]
   mixed = grain.MapDataset.mix(shuffled, weights) if len(shuffled) > 1 else shuffled[0]
@@ -180,7 +197,7 @@ def make_train_iterator(
   options = grain.ReadOptions(
     num_threads=1 if config.prefetch else 0, prefetch_buffer_size=config.prefetch
   )
-  made_with = {
+  made_with: dict[str, Any] = {
     'seq_len': config.seq_len,
     'batch_size': config.batch_size,
     'packing': config.packing,
@@ -188,6 +205,10 @@ def make_train_iterator(
     'weights': weights,
     'documents': [_fingerprint(part) for part in corpus.train],
   }
+  if config.objective != 'next_token':
+    made_with |= {'objective': config.objective, 'infilling': dataclasses.asdict(config.infilling)}
+  if config.fim_rate:
+    made_with['fim'] = [config.fim_rate, config.fim_spm_rate, [p.source.fim for p in corpus.train]]
   return TrainIterator(
     iter(batches.to_iter_dataset(options)),
     made_with,

@@ -118,6 +118,16 @@ class Tokenizer:
   def _decode_known(self, ids: list[int]) -> str:
     return self._full.decode(ids, skip_special_tokens=False) if ids else ''
 
+  def special(self, name: str, purpose: str) -> int:
+    """Id of an added token that `purpose` needs.
+
+    Raises:
+      DataError: There is none of that name.
+    """
+    if name not in self.special_ids:
+      raise DataError(f'{purpose} needs a tokenizer with the token {name!r}, which this one lacks')
+    return self.special_ids[name]
+
   def save(self, directory: str | os.PathLike[str]) -> pathlib.Path:
     """Writes `directory`/tokenizer.json, which transformers and `load_tokenizer` read; atomic."""
     path = pathlib.Path(directory, 'tokenizer.json')

@@ -79,8 +79,10 @@ class GLM5(nn.Module):
   mtp_rows: int | None = None
 
   @nn.compact
-  def __call__(self, tokens: jax.Array, positions: jax.Array, segments: jax.Array, cache=None):
-    """`tokens`, `positions`, `segments` [B, T]; returns `Output` without logits."""
+  def __call__(
+    self, tokens: jax.Array, positions: jax.Array, segments: jax.Array, cache=None, prefix=None
+  ):
+    """`tokens`, `positions`, `segments`, `prefix` [B, T]; returns `Output` without logits."""
     c = self.config
     batch, time = tokens.shape
     offset = 0 if cache is None else cache['length']
@@ -89,6 +91,8 @@ class GLM5(nn.Module):
     else:
       k_segment = jax.lax.dynamic_update_slice(cache['segments'], segments, (0, offset))
     slots = jnp.broadcast_to(offset + jnp.arange(time), (batch, time))
+    if prefix is not None:
+      slots = jnp.maximum(slots, prefix - 1)
     cos, sin = rope.angles(positions, rope.frequencies(c))
     ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset)
 
@@ -159,6 +163,7 @@ def forward(
   config: ModelConfig,
   positions: jax.Array | None = None,
   segment_ids: jax.Array | None = None,
+  prefix: jax.Array | None = None,
   cache: dict[str, Any] | None = None,
   mtp_steps: int = 0,
   mtp_rows: int | None = None,
@@ -173,6 +178,9 @@ def forward(
     tokens: [B, T] int32 ids.
     positions: [B, T] int32; default 0, 1, ... (continuing the cache).
     segment_ids: [B, T] int32, 0 for padding; tokens attend within their segment; default all 1.
+    prefix: [B, T] int32, the slot of the row (of the cache, if there is one) at which the bidirectional
+      part of each token's segment ends: all keys before it are visible to the whole segment (GLM's
+      Part A, see `Keys`). It is bidirectional only within one call. Default none.
     cache: from `init_cache`, to append to; attention covers everything in it. The caller sees to it
       that there is room: a full cache is overwritten at its end, which jit cannot report. The caller sees to
       it that cache['length'] + T stays within its capacity; beyond, the result is undefined.
@@ -182,10 +190,12 @@ def forward(
     logits: False skips the head, as training does.
 
   Raises:
-    ValueError: for MTP steps with a cache, or more tokens than the cache can ever hold.
+    ValueError: for MTP steps with a cache or a prefix, or more tokens than the cache can ever hold.
   """
   if cache is not None and mtp_steps:
     raise ValueError('MTP steps keep no cache: run them without `cache`, on whole rows')
+  if prefix is not None and mtp_steps:
+    raise ValueError('MTP steps predict tokens in order: they cannot run with `prefix` (infilling)')
   if cache is not None and tokens.shape[1] > cache['segments'].shape[1]:
     raise ValueError(
       f'{tokens.shape[1]} tokens do not fit a cache for {cache["segments"].shape[1]}'
@@ -196,7 +206,7 @@ def forward(
     start = 0 if cache is None else cache['length']
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
   module = GLM5(config, options, mtp_steps, mtp_rows)
-  out: Any = module.apply({'params': params}, tokens, positions, segment_ids, cache)
+  out: Any = module.apply({'params': params}, tokens, positions, segment_ids, cache, prefix)
   if logits:
     with jax.named_scope('unembed'):
       out = out._replace(logits=unembed(params, out.hidden))

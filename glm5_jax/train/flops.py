@@ -38,6 +38,16 @@ def count_pairs(positions: np.ndarray, weights: np.ndarray | None, topk: int | N
   return Pairs(int(visible.sum()), int(selected.sum()))
 
 
+def infilling_positions(segment_ids: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+  """What `count_pairs` needs in place of the positions where a segment's Part A, which ends at slot
+  `prefix`, is visible to all of it; all arrays [B, T].
+  """
+  slots = np.arange(segment_ids.shape[1])
+  new = np.diff(segment_ids, axis=1, prepend=0) != 0
+  start = np.maximum.accumulate(np.where(new, slots, 0), axis=1)
+  return np.maximum(slots, prefix - 1) - start
+
+
 def matmul_params(config: ModelConfig, mtp_steps: int = 0) -> int:
   """Matrix elements that one token passes in a forward pass with `mtp_steps` MTP steps."""
   blocks = sum(_block_params(config, block) for block in _blocks(config, mtp_steps))

@@ -167,8 +167,12 @@ def _prefetched(batches: data.TrainIterator, model: model_configs.ModelConfig) -
   topk = model.index_topk if model.sparse_attention else None
   queue: deque[Fetched] = deque()
   for batch in batches:
-    pairs = flops.count_pairs(batch['positions'], batch['weights'], topk)
-    tokens = int(np.count_nonzero(batch['weights']))
+    positions, used = batch['positions'], batch['weights']
+    if 'prefix' in batch:  # Infilling: Part A is work as well, though it has no targets.
+      used = batch['segment_ids']
+      positions = flops.infilling_positions(used, batch['prefix'])
+    pairs = flops.count_pairs(positions, used, topk)
+    tokens = int(np.count_nonzero(used))
     queue.append(Fetched(jax.device_put(batch), tokens, pairs, batches.get_state()))
     if len(queue) > 1:
       yield queue.popleft()
@@ -212,6 +216,11 @@ def prepare(config: Mapping[str, Any]):
   rows, micro = config['data']['batch_size'], config['train']['grad_accum']
   if rows % micro:
     raise ConfigError(f'train.grad_accum={micro} must divide data.batch_size={rows}')
+  if config['data'].get('objective') == 'infilling' and config['train']['mtp_steps']:
+    raise ConfigError(
+      "data.objective='infilling' hides tokens out of order, which MTP steps cannot predict: set"
+      ' train.mtp_steps=0'
+    )
   try:
     return (
       build_model_config(config['model']),

@@ -16,7 +16,8 @@ from glm5_jax.ops import router
 from glm5_jax.optim.schedules import Schedule
 from glm5_jax.train.state import TrainState
 
-Batch = Mapping[str, jax.Array]  # tokens, targets, weights, segment_ids, positions; each [B, T]
+# tokens, targets, weights, segment_ids, positions, and prefix of infilling; each [B, T]
+Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
@@ -73,8 +74,9 @@ def loss_and_metrics(
   """
   out = forward(
     params, batch['tokens'], config=config, positions=batch['positions'],
-    segment_ids=batch['segment_ids'], mtp_steps=objective.mtp_steps, logits=False,
-    mtp_rows=objective.mtp_rows(batch), options=Options(objective.indexer_loss_weight > 0),
+    segment_ids=batch['segment_ids'], prefix=batch.get('prefix'), mtp_steps=objective.mtp_steps,
+    logits=False, mtp_rows=objective.mtp_rows(batch),
+    options=Options(objective.indexer_loss_weight > 0),
   )  # fmt: skip
   head = params['lm_head']
   share = 1.0 / objective.grad_accum
@@ -235,9 +237,9 @@ def make_eval_step(
   def eval_step(params: Any, batch: Batch) -> dict[str, jax.Array]:
     out = forward(
       params, batch['tokens'], config=config, positions=batch['positions'],
-      segment_ids=batch['segment_ids'], mtp_steps=objective.mtp_steps,
-      mtp_rows=objective.mtp_rows(batch), options=Options(recall=recall, form='expanded'),
-      logits=False,
+      segment_ids=batch['segment_ids'], prefix=batch.get('prefix'),
+      mtp_steps=objective.mtp_steps, mtp_rows=objective.mtp_rows(batch),
+      options=Options(recall=recall, form='expanded'), logits=False,
     )  # fmt: skip
 
     def ce(hidden, targets, weights):
