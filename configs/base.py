@@ -88,7 +88,9 @@ def base() -> ConfigDict:
   c.optim.momentum = 0.95
   c.optim.nesterov = True  # The paper is silent; public implementations have it.
   c.optim.ns_dtype = 'float32'  # Of Newton-Schulz: float32 | bfloat16.
-  c.optim.ns_chunk = 1 << 18  # Elements it works on at once: a CPU core's cache; accelerators 2**27.
+  c.optim.ns_chunk = (
+    1 << 18
+  )  # Elements it works on at once: a CPU core's cache; accelerators 2**27.
 
   c.train = ConfigDict()
   c.train.steps = 1000

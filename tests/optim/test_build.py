@@ -8,7 +8,8 @@ import pytest
 from glm5_jax import config as configs
 from glm5_jax.convert.hf_map import flatten
 from glm5_jax.modules.model import abstract_params
-from glm5_jax.optim.build import build, label_params
+from glm5_jax.optim.build import build
+from glm5_jax.optim.rules import ADAMW_RULES, label_params
 from glm5_jax.optim.schedules import make_schedule
 
 OPTIM = {
@@ -18,7 +19,7 @@ OPTIM = {
 
 
 def test_every_parameter_of_the_model_has_its_rule():
-  labels = flatten(label_params(abstract_params(configs.nano())))
+  labels = flatten(label_params(abstract_params(configs.nano()), ADAMW_RULES))
   shapes = flatten(abstract_params(configs.nano()))
   frozen = {p for p, rule in labels.items() if rule == 'frozen'}
   spared = {p for p, rule in labels.items() if rule == 'adamw_no_decay'}
