@@ -3,7 +3,7 @@
   python -m experiments.run --config=configs/nano_dense.py --workdir=/tmp/dense
 
 Four layers of multi-head attention and SwiGLU, 5.3M parameters of which 2.1M are embedding and head; no
-experts, no sparse attention, no latents, no MTP. About 6 minutes on 2 CPU cores; 1.75 bits per byte on
+experts, no sparse attention, no latents, no MTP. About 10 minutes on 2 CPU cores; 1.75 bits per byte on
 the held-out files.
 """
 
