@@ -8,7 +8,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf test-slow test-newest lint format bench lock clean
+.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench lock clean
 
 # The first interpreter on the path that is new enough and can make a virtual environment.
 USABLE = -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -30,11 +30,13 @@ PYTEST := -m pytest -n $(JOBS) --maxprocesses=4 --dist=loadfile $(PYTEST_ARGS)
 key = $(shell { cat $(1); echo '$(PYTHON)'; } | cksum | cut -d' ' -f1)
 STAMP := .venv/installed-$(call key,requirements.lock)
 STAMP_HF := .venv-hf/installed-$(call key,requirements.lock requirements-hf.lock)
+STAMP_TPU := .venv-tpu/installed-$(call key,requirements.lock requirements-tpu.lock)
 
 help:
 	@echo 'make demo         train a small GLM-5 on the Python standard library: minutes, ends with a report'
 	@echo 'make test         all quick tests; needs no torch'
 	@echo 'make test-hf      comparisons with Hugging Face transformers (adds torch, CPU)'
+	@echo 'make test-tpu     compiles for real TPU chips (adds the TPU compiler; needs no TPU)'
 	@echo 'make test-slow    the slow tests, some of which compare with torch'
 	@echo 'make test-newest  make test on Python 3.12 with the newest release of every dependency'
 	@echo 'make lint         ruff (lint, format) and mypy'
@@ -49,11 +51,15 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo '[test] the quick tests, on CPU'
-	.venv/bin/python $(PYTEST) -m 'not hf and not slow' tests
+	.venv/bin/python $(PYTEST) -m 'not hf and not tpu and not slow' tests
 
 test-hf: $(STAMP_HF)
 	@echo '[test-hf] comparisons with transformers, on CPU'
 	.venv-hf/bin/python $(PYTEST) -m 'hf and not slow' tests
+
+test-tpu: $(STAMP_TPU)
+	@echo '[test-tpu] compiling for TPU chips ahead of time, on CPU'
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python $(PYTEST) -m 'tpu and not slow' tests
 
 test-slow: $(STAMP_HF)
 	@echo '[test-slow] the slow tests, on CPU'
@@ -65,7 +71,7 @@ test-newest:
 	@[ -x .venv-newest/bin/python ] || $(PYTHON312) -m venv .venv-newest
 	@.venv-newest/bin/python -m pip install -q --upgrade --upgrade-strategy=eager -r requirements-dev.txt
 	@.venv-newest/bin/python -c 'import sys, jax; print("[test-newest] Python", sys.version.split()[0], "with jax", jax.__version__)'
-	.venv-newest/bin/python $(PYTEST) -m 'not hf and not slow' tests
+	.venv-newest/bin/python $(PYTEST) -m 'not hf and not tpu and not slow' tests
 
 lint: $(STAMP)
 	@echo '[lint] ruff and mypy'
@@ -81,7 +87,7 @@ bench: $(STAMP_HF)
 	@echo '[bench] this code and transformers side by side, same weights and tokens, on CPU'
 	.venv-hf/bin/python -m benchmarks.hf_cpu $(BENCH_ARGS)
 
-# One recipe for both environments; $(1) the directory, $(2) the requirement flags.
+# One recipe for all environments; $(1) the directory, $(2) the requirement flags.
 define install
 	@"$(PYTHON)" $(USABLE) || { echo "make: needs Python 3.11 or newer with the venv module (on Debian: apt install python3-venv), and PYTHON='$(PYTHON)' is none; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo '[setup] $(1): installing the locked versions with $(PYTHON), once; a few minutes'
@@ -96,6 +102,9 @@ $(STAMP):
 $(STAMP_HF):
 	$(call install,.venv-hf,-r requirements.lock -r requirements-hf.lock)
 
+$(STAMP_TPU):
+	$(call install,.venv-tpu,-r requirements.lock -r requirements-tpu.lock)
+
 # uvloop is the one package here that exists on some platforms only.
 FREEZE = -m pip freeze --exclude-editable | sed 's/^\(uvloop==.*\)/\1; sys_platform != "win32"/'
 lock:
@@ -105,9 +114,13 @@ lock:
 	@{ sed -n '/^#/p' requirements.lock; .venv-lock/bin/python $(FREEZE); } > .venv-lock/core.lock
 	@.venv-lock/bin/python -m pip install -q -r .venv-lock/core.lock -r requirements-hf.txt
 	@{ sed -n '/^#/p' requirements-hf.lock; .venv-lock/bin/python $(FREEZE) | sed 's/+cpu$$//' | grep -vxFf .venv-lock/core.lock; } > .venv-lock/hf.lock
+	@"$(PYTHON)" -m venv --clear .venv-lock-tpu
+	@.venv-lock-tpu/bin/python -m pip install -q -r .venv-lock/core.lock -r requirements-tpu.txt
+	@{ sed -n '/^#/p' requirements-tpu.lock; .venv-lock-tpu/bin/python $(FREEZE) | grep -vxFf .venv-lock/core.lock; } > .venv-lock/tpu.lock
+	@mv .venv-lock/tpu.lock requirements-tpu.lock
 	@mv .venv-lock/core.lock requirements.lock && mv .venv-lock/hf.lock requirements-hf.lock
-	@rm -rf .venv-lock
+	@rm -rf .venv-lock .venv-lock-tpu
 
 clean:
-	rm -rf .venv .venv-hf .venv-newest .venv-lock .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-hf .venv-tpu .venv-newest .venv-lock .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,7 +36,11 @@ def model(size: str, **changes) -> ConfigDict:
 def base() -> ConfigDict:
   """All sections. See the comments for units."""
   c = ConfigDict()
+  # pretrain | midtrain | dsa_warmup | dsa_sparse: what trains, with which attention (train/stages.py).
   c.stage = 'pretrain'
+  # Folder of the run whose parameters (newest checkpoint) and tokenizer this one starts from. Everything
+  # else starts anew. '' starts from random parameters.
+  c.init_from = ''
   c.seed = 0  # Of the initial parameters; data.seed is that of the data order.
 
   c.model = model('nano')
@@ -96,20 +100,28 @@ def base() -> ConfigDict:
   c.train.steps = 1000
   c.train.max_minutes = placeholder(float)  # Stop then, with a report; 0 is no limit.
   c.train.grad_accum = 1  # Micro-batches a step; each has data.batch_size / grad_accum rows.
+  c.train.batch_warmup_rows = 0  # Rows of the first batch, in micro-batches; 0: all at once.
+  c.train.batch_warmup_steps = 0  # From there to data.batch_size, linearly.
   c.train.mtp_steps = 3  # Tokens beyond the next one, learnt by one shared layer (section 2.1).
   c.train.mtp_fraction = 1.0  # Of the batch's rows on which those steps are trained.
   c.train.mtp_weight = 0.3  # Of the mean MTP loss.
   c.train.router_bias_rate = 0.001  # Bias-based load balancing: step of the correction bias.
+  c.train.switch_step = 0  # From this step on the two values below hold instead; 0: never.
+  c.train.late_mtp_weight = 0.1
+  c.train.late_router_bias_rate = 0.0
   c.train.balance_loss_weight = 1e-4  # Of the sequence-wise balance loss.
   # Of the indexer's KL. It trains nothing else and Adam ignores its scale, but the global gradient norm
   # does not: at 1 the indexer's gradient decides how far everything else is clipped.
   c.train.indexer_loss_weight = 0.01
+  # Gradual sparsity: sparse attention keeps all keys at first and model.index_topk after these steps.
+  c.train.topk_anneal_steps = 0
   c.train.z_loss = 0.0
   c.train.max_consecutive_skips = 10  # Stop after this many non-finite steps in a row.
 
   c.eval = ConfigDict()
   c.eval.every = 100  # Steps.
   c.eval.batches = 8  # Of the held-out files while training; the report uses all of them.
+  c.eval.both_attentions = False  # In the end, also with the attention the stage does not use.
   c.eval.overlap = 0  # Tokens of context that the next piece of a long document repeats.
   c.eval.prompt = ''  # For the report's samples; by default a piece of a held-out document.
   c.eval.sample_tokens = 128  # 0 for none.

@@ -20,11 +20,12 @@ class Context(NamedTuple):
   sin: jax.Array
   valid: jax.Array  # [B, T] bool, false for padding
   offset: jax.Array | int | None  # Cache slot of the first new token; 0 without a cache.
+  topk: jax.Array | None = None  # Overrides index_topk, see `model.forward`.
 
   def rows(self, which: slice) -> 'Context':
     """The context of some rows of the batch."""
-    arrays = jax.tree.map(lambda a: a[which], self._replace(offset=None))
-    return arrays._replace(offset=self.offset)
+    arrays = jax.tree.map(lambda a: a[which], self._replace(offset=None, topk=None))
+    return arrays._replace(offset=self.offset, topk=self.topk)
 
 
 Cache = dict[str, jax.Array] | None
@@ -97,7 +98,7 @@ class MLA(nn.Module):
       index = sparse_attention.Index(index_queries, index_k)
       new_cache['k_index'] = index_k
     out, aux = sparse_attention.attend(
-      p, q, latents, ctx.keys, index, selection, c, self.request, self.form
+      p, q, latents, ctx.keys, index, selection, c, self.request, self.form, ctx.topk
     )
     out = jnp.einsum('BTNH,NHD->BTD', out, p['w_o'].astype(x.dtype))
     return out, aux, (None if cache is None else new_cache)

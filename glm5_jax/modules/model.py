@@ -80,9 +80,10 @@ class GLM5(nn.Module):
 
   @nn.compact
   def __call__(
-    self, tokens: jax.Array, positions: jax.Array, segments: jax.Array, cache=None, prefix=None
-  ):
-    """`tokens`, `positions`, `segments`, `prefix` [B, T]; returns `Output` without logits."""
+    self, tokens: jax.Array, positions: jax.Array, segments: jax.Array, cache=None, prefix=None,
+    topk=None,
+  ):  # fmt: skip
+    """`tokens`, `positions`, `segments`, `prefix` [B, T], `topk` []; `Output` without logits."""
     c = self.config
     batch, time = tokens.shape
     offset = 0 if cache is None else cache['length']
@@ -94,7 +95,7 @@ class GLM5(nn.Module):
     if prefix is not None:
       slots = jnp.maximum(slots, prefix - 1)
     cos, sin = rope.angles(positions, rope.frequencies(c))
-    ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset)
+    ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset, topk)
 
     embed = declare(self, c, embed=(c.vocab_size, c.hidden_size))['embed']
     with jax.named_scope('embed'):
@@ -167,6 +168,7 @@ def forward(
   cache: dict[str, Any] | None = None,
   mtp_steps: int = 0,
   mtp_rows: int | None = None,
+  topk: jax.Array | None = None,
   options: Options = Options(),
   logits: bool = True,
 ) -> Output:
@@ -186,6 +188,7 @@ def forward(
       it that cache['length'] + T stays within its capacity; beyond, the result is undefined.
     mtp_steps: how many tokens beyond the next one to predict with the (shared) MTP layer.
     mtp_rows: predict them for the first rows of the batch only; default all.
+    topk: int32 scalar in place of config.index_topk, which may then change from call to call.
     options: extra results, see `Options`.
     logits: False skips the head, as training does.
 
@@ -206,7 +209,7 @@ def forward(
     start = 0 if cache is None else cache['length']
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
   module = GLM5(config, options, mtp_steps, mtp_rows)
-  out: Any = module.apply({'params': params}, tokens, positions, segment_ids, cache, prefix)
+  out: Any = module.apply({'params': params}, tokens, positions, segment_ids, cache, prefix, topk)
   if logits:
     with jax.named_scope('unembed'):
       out = out._replace(logits=unembed(params, out.hidden))

@@ -72,7 +72,7 @@ def balance_loss(routing: Routing, valid: jax.Array, batch: int, config: ModelCo
   return jnp.mean(jnp.sum(f * p, axis=-1))
 
 
-def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
+def updated_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:
   """Loss-free balancing: b_e += rate * sign(mean load - load_e) (arXiv 2408.15664, alg. 1)."""
   mean = jnp.mean(load, axis=-1, keepdims=True)
   return bias + rate * jnp.sign(mean - load)

@@ -33,7 +33,8 @@ class Request(NamedTuple):
   """Optional results of a layer; static."""
 
   kl: bool = False  # Indexer loss (losses/indexer_kl.py), per query.
-  recall: bool = False  # Share of the dense attention mass that the selection holds, per query.
+  # Share of the dense attention mass that the selection holds, or would hold, per query.
+  recall: bool = False
   selection: bool = False  # Selected positions [B, T, K], for IndexShare.
   scores: bool = False  # [B, T, S] index scores and selection mask, [B, T, N, S] probabilities.
 
@@ -54,6 +55,7 @@ def attend(
   config: ModelConfig,
   request: Request = Request(),
   form: Form | None = None,
+  k: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Attention output before W_O, [B, T, N, Hv], and the results named in `request`.
 
@@ -64,15 +66,22 @@ def attend(
     keys: which key each query may see.
     index: this layer's indexer, or None if it shares another layer's selection or is dense.
     selection: [B, T, K] positions selected by an earlier layer (IndexShare), -1 padded, or None.
-    config: `sparse_attention=False` attends to every visible key (and `index` only serves the loss).
+    config: `sparse_attention=False` attends to every visible key; `index` then serves the loss, and the
+      recall of what it would select.
     request: what else to return: 'kl', 'recall' [B, T] float32; 'selection' [B, T, K] int32;
       'index_scores', 'selected' [B, T, S], 'probs' [B, T, N, S].
     form: 'expanded' or 'absorbed'; None lets `choose_form` decide.
+    k: int32 scalar in place of `index_topk`, for a selection that shrinks during training. The form is
+      'expanded' then, since nothing of size k can be gathered.
   """
   keys, q = chunks.bind(keys, q)
   batch, time, heads = q.nope.shape[:3]
   size = latents.c.shape[1]
-  form = form or choose_form(config, time, size)
+  if k is not None and request.selection:
+    raise ValueError(
+      'a changing k has no list of selected positions to share: IndexShare needs a fixed'
+    )
+  form = 'expanded' if k is not None else form or choose_form(config, time, size)
   if form == 'expanded':
     sides: Any = mla.expand(p, latents)
   else:
@@ -82,20 +91,20 @@ def attend(
     q, index_queries, selection, q_slot, q_segment, q_absorbed = inputs
     visible = Keys(q_slot, q_segment, keys.k_segment).visible()
     scores = None if index is None else indexer.scores(index_queries, index.keys)
-    if not config.sparse_attention:
-      mask = visible
+    if not (config.sparse_attention or request.recall):
+      selected = visible
     elif scores is not None:
-      mask = topk.select_mask(jax.lax.stop_gradient(scores), visible, config.index_topk)
-      mask = chunks.saved(mask)
+      keep = config.index_topk if k is None else k
+      selected = chunks.saved(topk.select_mask(jax.lax.stop_gradient(scores), visible, keep))
     else:
-      mask = topk.indices_to_mask(selection, size) & visible
+      selected = topk.indices_to_mask(selection, size) & visible
+    mask = selected if config.sparse_attention else visible
     aux = {}
     if form == 'expanded':
-      k, v = sides
-      logits = mla.expanded_logits(q, k, config.attention_scale)
+      logits = mla.expanded_logits(q, sides[0], config.attention_scale)
       with jax.named_scope('attend'):
         probs = mla.masked_softmax(logits, mask[:, None])
-        out = mla.expanded_output(probs, v)
+        out = mla.expanded_output(probs, sides[1])
       logits_mask, logits_scores = mask, scores
     else:
       rows, logits_mask, logits_scores = latents, mask, scores
@@ -110,9 +119,9 @@ def attend(
       aux['kl'] = indexer_kl.kl_per_query(logits_scores, target, logits_mask)
     if request.recall:
       dense = jnp.mean(mla.masked_softmax(logits, visible[:, None]), axis=1)
-      aux['recall'] = jnp.sum(jnp.where(mask, dense, 0.0), axis=-1)
+      aux['recall'] = jnp.sum(jnp.where(selected, dense, 0.0), axis=-1)
     if request.selection:
-      aux['selection'] = topk.mask_to_indices(mask, config.index_topk)
+      aux['selection'] = topk.mask_to_indices(selected, config.index_topk)
     if request.scores:
       aux['selected'] = mask
       aux['probs'] = jnp.moveaxis(probs, 1, 2)

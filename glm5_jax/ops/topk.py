@@ -29,7 +29,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
   return jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), 0x7FFFFFFF, bits))
 
 
-def _threshold(u: jax.Array, done: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _threshold(u: jax.Array, done: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
   """For `u` [S, rows]: the k-th largest of each column, or any value with exactly k at or above it.
 
   Returns (threshold, number of entries >= threshold), both [rows]. Columns marked `done` are left at
@@ -59,7 +59,7 @@ def _threshold(u: jax.Array, done: jax.Array, k: int) -> tuple[jax.Array, jax.Ar
   return low, count
 
 
-def _select_block(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
+def _select_block(scores: jax.Array, visible: jax.Array, k: int | jax.Array) -> jax.Array:
   """[rows, S] -> bool mask of the top k visible entries of each row."""
   u = jnp.where(visible, _ordered_bits(scores), _LOWEST)
   threshold, count = _threshold(u.T, jnp.sum(visible, axis=1) <= k, k)
@@ -75,16 +75,16 @@ def _select_block(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
 
 
 @functools.partial(jax.named_call, name='select')
-def select_mask(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
+def select_mask(scores: jax.Array, visible: jax.Array, k: int | jax.Array) -> jax.Array:
   """Mask [..., S] of the `k` largest visible scores of each row; all visible ones if fewer than k.
 
   Args:
     scores: [..., S], compared as float32; -0.0 equals 0.0, and NaN is above everything.
     visible: [..., S] bool; only these can be selected.
-    k: how many, static.
+    k: how many; traced where it changes during training (gradual sparsity).
   """
   shape = scores.shape
-  if shape[-1] <= k:
+  if isinstance(k, int) and shape[-1] <= k:
     return visible
   scores, visible = scores.reshape(-1, shape[-1]), visible.reshape(-1, shape[-1])
   rows = scores.shape[0]

@@ -23,7 +23,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.sharding import SingleDeviceSharding
@@ -166,12 +168,72 @@ class Checkpoints:
         logging.warning('moved %s to %s, and resume from step %d', bad, aside, step)
       return restored
     if problems:
-      reasons = '; '.join(f'{folder}: {reason}' for folder, reason in problems.items())
-      raise CheckpointError(
-        f'none of the {len(problems)} checkpoints in {self.directory} is usable ({reasons}).'
-        ' Nothing was deleted. Repair one, or start again in another --workdir.'
-      )
+      raise self._none_usable(problems)
     return None
+
+  def restore_params(self, like: Any, *, optional: str) -> tuple[int, Any]:
+    """The parameters alone of the newest usable checkpoint, to start another run; changes nothing.
+
+    Args:
+      like: the parameter tree of the new run (`jax.ShapeDtypeStruct`s or arrays), with shardings as
+        in `restore`.
+      optional: parameters whose name ('params.moe.block0...') contains this may be absent or have
+        another shape, and come back as None then. The checkpoint may have others of that name.
+
+    Returns:
+      The step, and a tree like `like`.
+
+    Raises:
+      CheckpointError: no checkpoint is usable, or the other parameters do not fit.
+    """
+    problems: dict[pathlib.Path, str] = {}
+    for step in reversed(self.steps()):
+      folder = self.directory / str(step)
+      try:
+        with _quiet_asyncio():
+          return step, self._params_of(folder, like, optional)
+      except CheckpointError:
+        raise
+      except Exception as e:
+        problems[folder] = _first_line(e)
+        logging.warning(
+          'checkpoint %s is unusable (%s); trying the one before', folder, _first_line(e)
+        )
+    raise self._none_usable(problems)
+
+  def _params_of(self, folder: pathlib.Path, like: Any, optional: str) -> Any:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+      args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+      arrays = reader.restore(folder, args=args).meta['arrays']
+      saved = {k: v.split(' ')[0] for k, v in arrays.items() if k.startswith('params.')}
+      wanted = named_leaves({'params': jax.tree.map(_with_sharding, like)})
+      kinds = {k: kind(x) for k, x in wanted.items()}
+      _check_fits(
+        folder,
+        {k: v for k, v in saved.items() if optional not in k},
+        {k: v for k, v in kinds.items() if optional not in k},
+      )
+      # All that is there, in its own shapes: Orbax does not restore a part.
+      flat = {
+        tuple(k.split('.')): wanted[k] if kinds.get(k) == v else _of_kind(v)
+        for k, v in saved.items()
+      }
+      abstract = flax.traverse_util.unflatten_dict(flat)['params']
+      args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
+      params = {'params': reader.restore(folder, args=args).params}
+    for name, found in describe(params).items():
+      if found != arrays[name]:
+        raise ValueError(f'array {name} does not have the digest it was saved with')
+    values = named_leaves(params)
+    fits = [values[k] if saved.get(k) == its_kind else None for k, its_kind in kinds.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), fits)
+
+  def _none_usable(self, problems: Mapping[pathlib.Path, str]) -> CheckpointError:
+    reasons = '; '.join(f'{folder}: {reason}' for folder, reason in problems.items())
+    return CheckpointError(
+      f'none of the {len(problems)} checkpoints in {self.directory} is usable ({reasons}).'
+      ' Nothing was deleted. Repair one, or start again in another --workdir.'
+    )
 
   def _restore_one(self, step: int, abstract_state: Any) -> Restored:
     folder = self.directory / str(step)
@@ -263,9 +325,21 @@ def _with_sharding(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+def _of_kind(text: str) -> jax.ShapeDtypeStruct:
+  """The inverse of `kind`, on the default device."""
+  dtype, _, shape = text.rstrip(']').partition('[')
+  sizes = tuple(int(n) for n in shape.split(',') if n)
+  return _with_sharding(jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)))
+
+
 def _check_matches(folder: pathlib.Path, found: Mapping[str, str], abstract_state: Any) -> None:
-  found = {k: v.split(' ')[0] for k, v in found.items()}
   expected = {k: kind(x) for k, x in named_leaves(abstract_state).items()}
+  _check_fits(folder, {k: v.split(' ')[0] for k, v in found.items()}, expected)
+
+
+def _check_fits(
+  folder: pathlib.Path, found: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
   lines = [
     f'{k}: checkpoint {found.get(k, "lacks it")}, this run {expected.get(k, "lacks it")}'
     for k in sorted(found.keys() | expected.keys())

@@ -4,7 +4,8 @@ A multiply-add is 2 FLOPs, and the backward pass costs twice the forward, so a m
 costs 6 n per token. Counted: every matrix that a token passes (of the experts only the chosen and
 the shared ones), the attention scores and values of the *selected* keys, the index scores of *all*
 visible keys (they are trained by their own loss, so they count three times as well), the output
-head, and every MTP step. Not counted: embedding look-up, norms, softmax, rope, top-k, the optimizer,
+head, and every MTP step. While only the indexers train, the rest has a forward pass without a head;
+while they do not, they do not run. Not counted: embedding look-up, norms, softmax, rope, top-k, the optimizer,
 and whatever is computed and masked away or recomputed. The ratio to a machine's peak is therefore
 the usual model-FLOPs utilisation.
 """
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glm5_jax.config import BlockSpec, ModelConfig
+from glm5_jax.train.stages import EVERYTHING, Stage
 
 
 class Pairs(NamedTuple):
@@ -56,19 +58,26 @@ def matmul_params(config: ModelConfig, mtp_steps: int = 0) -> int:
 
 
 def train_flops(
-  config: ModelConfig, tokens: int, pairs: Pairs, mtp_steps: int = 0, mtp_fraction: float = 1.0
+  config: ModelConfig,
+  tokens: int,
+  pairs: Pairs,
+  mtp_steps: int = 0,
+  mtp_fraction: float = 1.0,
+  stage: Stage = EVERYTHING,
 ) -> int:
   """FLOPs of forward and backward over `tokens` tokens with the given query-key `pairs`.
 
   An MTP step is counted like one more layer over `mtp_fraction` of the same tokens and pairs (it sees
   up to `mtp_steps` fewer of them).
   """
-  alone = _train_flops(config, tokens, pairs, 0)
-  return alone + round(mtp_fraction * (_train_flops(config, tokens, pairs, mtp_steps) - alone))
+  alone, everywhere = (_train_flops(config, tokens, pairs, n, stage) for n in (0, mtp_steps))
+  return alone + round(mtp_fraction * (everywhere - alone))
 
 
-def _train_flops(config: ModelConfig, tokens: int, pairs: Pairs, mtp_steps: int) -> int:
-  attention = index = 0
+def _train_flops(
+  config: ModelConfig, tokens: int, pairs: Pairs, mtp_steps: int, stage: Stage
+) -> int:
+  attention = index = index_params = 0
   head_dims = config.qk_head_dim + config.v_head_dim
   for block in _blocks(config, mtp_steps):
     sparse = block.indexer != 'none' and config.sparse_attention
@@ -76,7 +85,12 @@ def _train_flops(config: ModelConfig, tokens: int, pairs: Pairs, mtp_steps: int)
     attention += keys * config.num_attention_heads * head_dims
     if block.indexer == 'full':
       index += pairs.visible * config.index_n_heads * config.index_head_dim
-  return 6 * (matmul_params(config, mtp_steps) * tokens + attention + index)
+      index_params += _indexer_params(config)
+  main = (matmul_params(config, mtp_steps) - index_params) * tokens + attention
+  if not stage.main:
+    main -= (1 + mtp_steps) * config.hidden_size * config.vocab_size * tokens
+  index += index_params * tokens
+  return (6 if stage.main else 2) * main + (6 * index if stage.indexers else 0)
 
 
 def _blocks(config: ModelConfig, mtp_steps: int) -> list[BlockSpec]:
@@ -97,9 +111,14 @@ def _block_params(c: ModelConfig, block: BlockSpec) -> int:
     n, m = c.num_attention_heads, c.num_key_value_heads
     attention = d * (n + m) * c.qk_head_dim + d * m * c.v_head_dim + n * c.v_head_dim * d
   if block.indexer == 'full':
-    attention += c.q_lora_rank * c.index_n_heads * c.index_head_dim
-    attention += d * c.index_head_dim + d * c.index_n_heads
+    attention += _indexer_params(c)
   if block.mlp == 'dense':
     return attention + 3 * d * c.intermediate_size
   experts = c.num_experts_per_tok + c.n_shared_experts
   return attention + d * c.n_routed_experts + 3 * experts * d * c.moe_intermediate_size
+
+
+def _indexer_params(c: ModelConfig) -> int:
+  return c.q_lora_rank * c.index_n_heads * c.index_head_dim + c.hidden_size * (
+    c.index_head_dim + c.index_n_heads
+  )

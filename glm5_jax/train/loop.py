@@ -1,37 +1,37 @@
 """THE training loop: from a config and a folder to a trained model and a report.
 
-Read it top to bottom. The mathematics of a step is in step.py; everything here is about running it:
-the host never waits for the step it has just started, and whatever happens (a crash, a kill, a full
-disk, numbers that stop being finite) the folder stays in a state from which the run continues.
+Read it top to bottom. The mathematics of a step is in step.py, what a stage of the recipe trains in
+stages.py; everything here is about running it: the host never waits for the step it has just started,
+and whatever happens (a crash, a kill, a full disk, numbers that stop being finite) the folder stays in a
+state from which the run continues.
 """
 
+import dataclasses
 import itertools
-import json
+import pathlib
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
-import numpy as np
 
 from glm5_jax import config as model_configs
 from glm5_jax import data
-from glm5_jax.modules.model import init_params
-from glm5_jax.optim.build import build
-from glm5_jax.train import flops, report, workdir
+from glm5_jax.modules.model import abstract_params, init_params
+from glm5_jax.train import flops, report, result, workdir
+from glm5_jax.train.batches import prefetched
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.compile import jit_once
 from glm5_jax.train.evaluate import evaluate
+from glm5_jax.train.handover import Handover, saved_tokenizer
 from glm5_jax.train.metrics import MetricsWriter, StepRecord
+from glm5_jax.train.prepare import ConfigError as ConfigError
+from glm5_jax.train.prepare import fit_to_tokenizer, plain, prepare
 from glm5_jax.train.progress import ProgressLine
+from glm5_jax.train.stages import merge
 from glm5_jax.train.state import TrainState
-from glm5_jax.train.step import Objective, make_eval_step, make_train_step
+from glm5_jax.train.step import make_eval_step, make_train_step
 from glm5_jax.train.summary import Run, count_params
-
-
-class ConfigError(ValueError):
-  """The config asks for something impossible. The message is for people."""
 
 
 def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
@@ -50,40 +50,57 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
   """
   started = time.monotonic()
   # --- What to run: whatever a person can get wrong in it is found before anything is written ---
-  model, objective, (tx, schedule), data_config = prepare(config)
-  steps = config['train']['steps']
+  model, objective, (tx, schedule), data_config, plan = prepare(config)
+  steps, keep = config['train']['steps'], config['checkpoint']
+  path = pathlib.Path(folder).expanduser().absolute()
+  checkpoints = Checkpoints(
+    path / 'checkpoints', keep_last=keep['keep_last'], keep_best=keep['keep_best']
+  )
+  # A run that has begun needs the one before it no longer, wherever that is now.
+  before, tokenizer = None, data_config.tokenizer
+  if config['init_from'] and checkpoints.steps():
+    tokenizer = saved_tokenizer(path, config['data']['tokenizer'])
+  elif config['init_from']:
+    before = Handover(config['init_from'], model)
+    tokenizer = before.tokenizer()
+  data_config = dataclasses.replace(data_config, tokenizer=tokenizer)
 
-  with workdir.claim(folder, plain(config)) as path, workdir.StopRequest() as stop:
+  with workdir.claim(folder, plain(config)), workdir.StopRequest() as stop:
     # --- Data: an endless resumable iterator, and the held-out files ---
     corpus = data.load_corpus(data_config)
     corpus.tokenizer.save(path)
-    model = _fit_to_tokenizer(model, corpus.tokenizer)
-    batches = data.make_train_iterator(corpus)
+    model = fit_to_tokenizer(model, corpus.tokenizer)
+    read = dataclasses.replace(corpus.config, batch_size=plan.rows_per_read)
+    batches = data.make_train_iterator(dataclasses.replace(corpus, config=read))
     held_out = data.make_eval_batches(corpus, overlap=config['eval']['overlap'])
     sample = held_out.batches[: config['eval']['batches']]
     print(f'data: {corpus.report}', flush=True)
 
-    # --- State: the newest usable checkpoint, or a new one ---
-    def init() -> TrainState:
-      params = init_params(model, jax.random.key(config['seed']))
-      return TrainState.create(params, tx, config['seed'])
+    # --- State: the newest usable checkpoint, or the parameters of the stage before, or new ones ---
+    def init_model() -> Any:
+      return init_params(model, jax.random.key(config['seed']))
 
-    keep = config['checkpoint']
-    checkpoints = Checkpoints(
-      path / 'checkpoints', keep_last=keep['keep_last'], keep_best=keep['keep_best']
-    )
-    restored = checkpoints.restore(jax.eval_shape(init)) if checkpoints.steps() else None
+    def init(params: Any) -> TrainState:
+      return TrainState.create(params, tx, config['seed'], objective.stage)
+
+    abstract_state = jax.eval_shape(lambda: init(init_model()))
+    restored = checkpoints.restore(abstract_state) if checkpoints.steps() else None
     if restored:
       state, step = restored.state, restored.step
       batches.set_state(restored.data)
       print(f'resuming {path} from step {step}', flush=True)
     else:
-      state, step = jit_once(init)(), 0
+      params, step = jit_once(init_model)(), 0
+      if before:
+        number, taken = before.params(abstract_params(model))
+        params = merge(taken, params)
+        print(f'starting from step {number} of {before.folder}', flush=True)
+      state = jit_once(init)(params)
     best = checkpoints.best_value()
     print(f'model: {_describe(model, state.params)}; compiling', flush=True)
 
     # --- Compile, once: a compiled function, unlike a jitted one, cannot recompile ---
-    upcoming = _prefetched(batches, model)
+    upcoming = prefetched(batches, plan, step)
     first = next(upcoming)
     clock = time.monotonic()
     jitted = cast(jax.stages.Wrapped, make_train_step(model, objective, tx, schedule))
@@ -102,7 +119,7 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
         state, step_metrics = train_step(state, batch.arrays)
         step += 1
         work = flops.train_flops(
-          model, batch.tokens, batch.pairs, objective.mtp_steps, mtp_fraction
+          model, batch.tokens, batch.pairs, objective.mtp_steps, mtp_fraction, objective.stage
         )
         record.add(step, step_metrics, work)  # Looks at the step before, so it need not wait.
 
@@ -137,12 +154,13 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     # --- The report ---
     run = Run(
       path=path, config=plain(config), command=command, model=model, corpus=corpus, step=step,
-      stopped=reason, compile_seconds=compile_seconds, mtp_steps=objective.mtp_steps,
+      stopped=reason, compile_seconds=compile_seconds, objective=objective,
       parameters=count_params(state.params),
     )  # fmt: skip
     if not stop:  # Whoever sent a signal is waiting: then leave out what takes long.
       run = run.measured(state.params, evaluate(eval_step, state.params, held_out), held_out)
     print(report.write(run), flush=True)
+    result.write(run, minutes=(time.monotonic() - started) / 60)
     if reason:
       saved = checkpoints.steps()
       print(
@@ -151,85 +169,6 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
         flush=True,
       )
   return 1 if 'not finite' in reason else 0
-
-
-class Fetched(NamedTuple):
-  """A batch on its way to the device, and what the host wants to know about it."""
-
-  arrays: dict[str, jax.Array]
-  tokens: int
-  pairs: flops.Pairs
-  state_after: dict[str, Any]  # Of the iterator: where the next batch comes from.
-
-
-def _prefetched(batches: data.TrainIterator, model: model_configs.ModelConfig) -> Iterator[Fetched]:
-  """Batches in order, one transfer ahead. (A thread of Grain's makes them further ahead still.)"""
-  topk = model.index_topk if model.sparse_attention else None
-  queue: deque[Fetched] = deque()
-  for batch in batches:
-    positions, used = batch['positions'], batch['weights']
-    if 'prefix' in batch:  # Infilling: Part A is work as well, though it has no targets.
-      used = batch['segment_ids']
-      positions = flops.infilling_positions(used, batch['prefix'])
-    pairs = flops.count_pairs(positions, used, topk)
-    tokens = int(np.count_nonzero(used))
-    queue.append(Fetched(jax.device_put(batch), tokens, pairs, batches.get_state()))
-    if len(queue) > 1:
-      yield queue.popleft()
-
-
-def build_model_config(section: Mapping[str, Any]) -> model_configs.ModelConfig:
-  """The ModelConfig that a config's `model` section means: a size, and every field that is set.
-
-  Raises:
-    ValueError: an unknown size or an impossible combination.
-  """
-  changes = {k: v for k, v in section.items() if k != 'size' and v is not None}
-  if isinstance(changes.get('rope_scaling'), Mapping):
-    changes['rope_scaling'] = model_configs.Yarn(**changes['rope_scaling'])
-  return model_configs.from_size(section['size'], **changes)
-
-
-def _fit_to_tokenizer(model: model_configs.ModelConfig, tokenizer: data.Tokenizer):
-  if tokenizer.vocab_size > model.vocab_size:
-    raise ConfigError(
-      f'the tokenizer has {tokenizer.vocab_size} tokens and the model an embedding of'
-      f' {model.vocab_size}: set --config.model.vocab_size={tokenizer.vocab_size} or more'
-    )
-  return model if model.eos_token_id else model.replace(eos_token_id=(tokenizer.eot_id,))
-
-
-def prepare(config: Mapping[str, Any]):
-  """The parts of a run that depend on the config alone.
-
-  Raises:
-    ConfigError: a value is impossible.
-  """
-  positive = (
-    ('train', 'steps'), ('train', 'grad_accum'), ('train', 'max_consecutive_skips'),
-    ('eval', 'every'), ('eval', 'batches'), ('checkpoint', 'every'), ('checkpoint', 'keep_last'),
-    ('log', 'every'),
-  )  # fmt: skip
-  for section, key in positive:
-    if config[section][key] < 1:
-      raise ConfigError(f'{section}.{key}={config[section][key]} must be at least 1')
-  rows, micro = config['data']['batch_size'], config['train']['grad_accum']
-  if rows % micro:
-    raise ConfigError(f'train.grad_accum={micro} must divide data.batch_size={rows}')
-  if config['data'].get('objective') == 'infilling' and config['train']['mtp_steps']:
-    raise ConfigError(
-      "data.objective='infilling' hides tokens out of order, which MTP steps cannot predict: set"
-      ' train.mtp_steps=0'
-    )
-  try:
-    return (
-      build_model_config(config['model']),
-      Objective.from_config(config['train']),
-      build(config['optim'], config['train']['steps']),
-      data.DataConfig.from_mapping(config['data']),
-    )
-  except (ValueError, TypeError) as e:
-    raise ConfigError(str(e)) from e
 
 
 def _is_over(minutes: float | None, started: float) -> bool:
@@ -243,9 +182,3 @@ def _describe(model: model_configs.ModelConfig, params: Any) -> str:
     f' them used per token; {model.num_hidden_layers} layers, {model.n_routed_experts} experts,'
     f' {model.dtype}'
   )
-
-
-def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config as JSON-able dicts and lists."""
-  to_dict = getattr(config, 'to_dict', None)
-  return json.loads(json.dumps(to_dict() if to_dict else config, default=list))

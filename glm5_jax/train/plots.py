@@ -61,14 +61,15 @@ def save_all(folder: pathlib.Path, rows: Rows, selection: Selection | None) -> d
     os.replace(partial, folder / name)
     captions[name] = caption
 
-  if train:
+  if any('ce' in r for r in train):
     save('loss.png', 'Loss per token in training and on held-out files', draw_loss, train, held_out)
+  if train:
     save('optimizer.png', 'Learning rate and gradient norm', draw_optimizer, train)
   if any('load' in r for r in train):
     save('expert_load.png', 'Load of every expert over time', draw_load, train)
-  if any('eval/indexer_recall' in r for r in held_out):
-    caption = 'Attention mass over all keys that the selected ones hold'
-    save('indexer_recall.png', caption, draw_recall, held_out)
+  if any('indexer_kl' in r for r in train) and any('eval/indexer_recall' in r for r in held_out):
+    caption = 'Attention mass over all keys that the selected ones hold, and the KL that trains the indexers'
+    save('indexer_recall.png', caption, draw_indexers, train, held_out)
   if selection is not None:
     caption = f'What layer {selection.layer} attends to'
     save('selection.png', caption, draw_selection, selection)
@@ -146,9 +147,9 @@ def draw_load(train: Rows):
   return figure
 
 
-def draw_recall(held_out: Rows):
-  """One line per indexer, the mean in bold."""
-  figure, axis = pyplot.subplots()
+def draw_indexers(train: Rows, held_out: Rows):
+  """Above the recall, one line per indexer, the mean in bold; below the KL."""
+  figure, (axis, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6))
   layers = 0
   while any(f'eval/indexer_recall_{layers}' in r for r in held_out):
     layers += 1
@@ -157,9 +158,12 @@ def draw_recall(held_out: Rows):
     line = _series(held_out, f'eval/indexer_recall_{i}')
     axis.plot(*line, color=shades[i], linewidth=1, label=f'indexer {i}')
   axis.plot(*_series(held_out, 'eval/indexer_recall'), color='black', linewidth=2.2, label='mean')
-  axis.set(xlabel='step', ylabel='share of the dense attention mass', title='Indexer recall')
+  axis.set(ylabel='share of the dense\nattention mass', title='Indexers')
   axis.set_ylim(top=1.0)
   axis.legend(ncols=2 if layers > 6 else 1)
+  step, kl = _series(train, 'indexer_kl')
+  below.plot(step, kl, color=_MAIN, linewidth=0.9)
+  below.set(xlabel='step', ylabel='KL (nats per query),\nmean of the indexers', yscale='log')
   return figure
 
 

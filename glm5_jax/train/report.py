@@ -57,6 +57,11 @@ def _results(run: Run, rows: list[dict[str, Any]]) -> str:
   held_out = [p.summary() for p in run.corpus.validation]
   documents, size = (sum(s[k] for s in held_out) for k in ('documents', 'bytes'))
   table = [('this model', e.bits_per_byte)]
+  table += [
+    (f'with {attention} attention instead', other.bits_per_byte)
+    for attention, other in run.evaluations.items()
+    if other is not e
+  ]
   names = {
     'gzip_by_file': '`gzip -9`, file by file', 'xz_by_file': '`xz -9`, file by file',
     'gzip_together': '`gzip -9`, all files as one', 'xz_together': '`xz -9`, all files as one',
@@ -128,13 +133,21 @@ def _model(run: Run) -> str:
     ('matrix elements a token passes', f'{flops.matmul_params(c):,}'),
     ('layers', f'{c.num_hidden_layers}, the first {c.first_k_dense_replace} dense'),
     ('experts', f'{c.n_routed_experts}, {c.num_experts_per_tok} chosen, {c.n_shared_experts} shared'),
+    ('trained', _trained(run)),
     ('attention', f'{c.attention}, {c.num_attention_heads} heads'),
     ('selected keys', f'{c.index_topk} of {run.corpus.config.seq_len} at most'
                       if c.sparse_attention else 'all'),
-    ('MTP', f'{run.mtp_steps} steps with {c.num_nextn_predict_layers} layer'),
+    ('MTP', f'{run.objective.mtp_steps} steps with {c.num_nextn_predict_layers} layer'),
     ('compute and parameter type', f'{c.dtype}, {c.param_dtype}'),
   ]  # fmt: skip
   return '## Model\n\n' + _table(('', ''), facts)
+
+
+def _trained(run: Run) -> str:
+  stage = run.objective.stage
+  if not stage.main:
+    return 'the indexers only'
+  return 'everything' if stage.indexers else 'everything but indexers'
 
 
 def _data(run: Run) -> str:

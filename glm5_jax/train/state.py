@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from glm5_jax.train.stages import EVERYTHING, Stage
+
 
 @flax.struct.dataclass
 class TrainState:
@@ -19,8 +21,11 @@ class TrainState:
   rng: jax.Array  # Raw uint32 key data, so that it serialises like any array.
 
   @classmethod
-  def create(cls, params: Any, tx: optax.GradientTransformation, seed: int) -> 'TrainState':
+  def create(
+    cls, params: Any, tx: optax.GradientTransformation, seed: int, stage: Stage = EVERYTHING
+  ) -> 'TrainState':
+    """The state before the first step of a run that trains what `stage` says."""
     return cls(
       step=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32), params=params,
-      opt_state=tx.init(params), rng=jax.random.key_data(jax.random.key(seed)),
+      opt_state=tx.init(stage.split(params)[0]), rng=jax.random.key_data(jax.random.key(seed)),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,11 @@ from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import Output, forward
 from glm5_jax.ops import router
 from glm5_jax.optim.schedules import Schedule
+from glm5_jax.train.stages import EVERYTHING, Stage, merge
 from glm5_jax.train.state import TrainState
 
-# tokens, targets, weights, segment_ids, positions, and prefix of infilling; each [B, T]
+# tokens, targets, weights, segment_ids, positions, and prefix of infilling; each [B, T]. Training batches
+# may have two int32 scalars besides, see train/batches.py: micro_batches and topk.
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -27,18 +29,27 @@ class Objective:
 
   loss = CE + mtp_weight * mean_k CE_k + balance_loss_weight * mean over MoE layers
          + indexer_loss_weight * sum over indexers of KL
+
+  The first line trains the main model, the second the indexers; a stage that trains one of them only
+  has only its line, and does not compute what the other needs. `late_` values replace their
+  namesakes from step `switch_step` on (0: never).
   """
 
+  stage: Stage = EVERYTHING
   mtp_steps: int = 3
   # Share of the batch's rows on which the MTP steps are trained; 1 in the paper. Three steps with a
   # full head each cost more than the rest of a nano model.
   mtp_fraction: float = 1.0
-  mtp_weight: float = 0.3  # Section 3.3 of GLM-4.5's report: 0.3, later 0.1.
+  mtp_weight: float = 0.3
   balance_loss_weight: float = 1e-4
   # The paper is silent. The KL trains the indexers alone, but shares the global-norm clip with the rest.
   indexer_loss_weight: float = 0.01
   z_loss: float = 0.0
   router_bias_rate: float = 1e-3
+  # GLM-4.5 (arXiv 2508.06471, section 2.4): MTP weight 0.3, bias rate 0.001; after 15T tokens 0.1 and 0.
+  switch_step: int = 0
+  late_mtp_weight: float = 0.1
+  late_router_bias_rate: float = 0.0
   grad_accum: int = 1
   loss_chunk: int = 1024
 
@@ -46,10 +57,35 @@ class Objective:
     """How many rows of a (micro-)batch the MTP steps see."""
     return max(1, round(batch['tokens'].shape[0] * self.mtp_fraction))
 
+  def at(self, name: str, step: jax.Array) -> float | jax.Array:
+    """`mtp_weight` or `router_bias_rate` at a step (0 is the first); traced if it ever changes."""
+    first, late = getattr(self, name), getattr(self, f'late_{name}')
+    return jnp.where(step < self.switch_step, first, late) if self.switch_step else first
+
+  @property
+  def indexer_loss(self) -> bool:
+    """Whether the KL is computed."""
+    return self.stage.indexers and self.indexer_loss_weight > 0
+
   @classmethod
-  def from_config(cls, section: Mapping[str, Any]) -> 'Objective':
+  def from_config(cls, section: Mapping[str, Any], stage: Stage = EVERYTHING) -> 'Objective':
     """Takes its fields from a run config's `train` section and leaves the others to the loop."""
-    return cls(**{f.name: section[f.name] for f in dataclasses.fields(cls) if f.name in section})
+    found = {f.name: section[f.name] for f in dataclasses.fields(cls) if f.name in section}
+    return cls(stage=stage, **found)
+
+
+class Numbers(NamedTuple):
+  """What the losses of one micro-batch need to know of the whole batch and of the step.
+
+  totals: [1 + mtp_steps] token weights of the whole batch, by which loss sums are divided, so that
+  micro-batches add up to it. share: of this micro-batch, where means are taken. topk: see
+  `model.forward`.
+  """
+
+  totals: jax.Array
+  share: float | jax.Array = 1.0
+  mtp_weight: float | jax.Array = 0.3
+  topk: jax.Array | None = None
 
 
 def _layer_aux(out: Output, name: str) -> jax.Array | None:
@@ -60,32 +96,47 @@ def _layer_aux(out: Output, name: str) -> jax.Array | None:
 
 
 def loss_and_metrics(
-  params: Any, batch: Batch, totals: jax.Array, config: ModelConfig, objective: Objective
+  params: Any, batch: Batch, numbers: Numbers, config: ModelConfig, objective: Objective
 ) -> tuple[jax.Array, tuple[Metrics, Any]]:
   """The scalar objective of one micro-batch, its metrics, and the router loads by stack.
 
   Args:
     params: model parameters.
     batch: [B, T] arrays.
-    totals: [1 + mtp_steps] token weights by which the loss sums are divided: those of the whole
-      batch, so that micro-batches add up to it.
+    numbers: see `Numbers`.
     config: the model.
     objective: weights of the terms.
   """
   out = forward(
     params, batch['tokens'], config=config, positions=batch['positions'],
     segment_ids=batch['segment_ids'], prefix=batch.get('prefix'), mtp_steps=objective.mtp_steps,
-    logits=False, mtp_rows=objective.mtp_rows(batch),
-    options=Options(objective.indexer_loss_weight > 0),
+    logits=False, mtp_rows=objective.mtp_rows(batch), topk=numbers.topk,
+    options=Options(objective.indexer_loss),
   )  # fmt: skip
-  head = params['lm_head']
-  share = 1.0 / objective.grad_accum
+  loss: Any = 0.0
+  metrics: Metrics = {}
+  if objective.stage.main:
+    loss, metrics = _language_loss(params['lm_head'], out, batch, numbers, objective)
+  kl = _layer_aux(out, 'kl')
+  if kl is not None:
+    metrics['indexer_kl'] = jnp.mean(kl) * numbers.share
+    loss += objective.indexer_loss_weight * jnp.sum(kl) * numbers.share
+  metrics['loss'] = loss
+  loads = _router_loads(out)
+  return loss, (metrics, jax.tree.map(lambda a: a * numbers.share, loads))
+
+
+def _language_loss(
+  head: jax.Array, out: Output, batch: Batch, numbers: Numbers, objective: Objective
+) -> tuple[jax.Array, Metrics]:
+  """What trains the main model: next token, MTP steps, balance of the experts."""
 
   def ce(hidden, targets, weights):
     return language_model.cross_entropy(
       hidden, head, targets, weights, chunk=objective.loss_chunk, z_loss=objective.z_loss
     )
 
+  totals = numbers.totals
   main = ce(out.hidden, batch['targets'], batch['weights'])
   loss = main.loss / totals[0]
   metrics = {'ce': main.nll / totals[0], 'accuracy': main.correct / totals[0]}
@@ -96,18 +147,12 @@ def loss_and_metrics(
         for k, hidden in enumerate(out.mtp_hidden, 1)
       ]
     metrics['mtp_ce'] = jnp.stack(losses)
-    loss += objective.mtp_weight * jnp.mean(metrics['mtp_ce'])
-  kl = _layer_aux(out, 'kl')
-  if kl is not None:
-    metrics['indexer_kl'] = jnp.mean(kl) * share
-    loss += objective.indexer_loss_weight * jnp.sum(kl) * share
+    loss += numbers.mtp_weight * jnp.mean(metrics['mtp_ce'])
   balance = _layer_aux(out, 'balance_loss')
   if balance is not None:
-    metrics['balance_loss'] = jnp.mean(balance) * share
+    metrics['balance_loss'] = jnp.mean(balance) * numbers.share
     loss += objective.balance_loss_weight * metrics['balance_loss']
-  metrics['loss'] = loss
-  loads = _router_loads(out)
-  return loss, (metrics, jax.tree.map(lambda a: a * share, loads))
+  return loss, metrics
 
 
 def _mtp_targets(batch: Batch, step: int, objective: Objective):
@@ -136,7 +181,7 @@ def _router_loads(out: Output) -> dict[str, dict[str, jax.Array]]:
   return loads
 
 
-def _balance(params: Any, loads: Any, rate: float) -> Any:
+def _balance(params: Any, loads: Any, rate: float | jax.Array) -> Any:
   """Moves every router's correction bias (ops/router.py) by the loads of the whole batch."""
   params = dict(params)
   for name, stack in loads.items():
@@ -162,20 +207,27 @@ def make_train_step(
   """The jitted training step; it consumes (donates) the state it is given.
 
   A step whose loss or gradient is not finite leaves parameters and optimizer as they were and counts
-  in `state.skipped`. Metrics: loss, ce, mtp_ce [steps], accuracy, indexer_kl, balance_loss,
-  grad_norm, lr, tokens, skipped (of this step, 0 or 1), load [MoE layers, E] and router_entropy
+  in `state.skipped`. The optimizer sees only what `objective.stage` trains, and its state is of that
+  only (`TrainState.create`). Metrics: loss, ce, mtp_ce [steps], accuracy, indexer_kl, balance_loss
+  (those that the stage has), grad_norm, lr, tokens, skipped (of this step, 0 or 1), load [MoE layers, E] and router_entropy
   (mean over layers, 1 when even).
   """
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    count = objective.grad_accum
-    micros = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), dict(batch))
+    batch = dict(batch)
+    count, topk = objective.grad_accum, batch.pop('topk', None)
+    filled = batch.pop('micro_batches', count)  # The others are empty: not computed.
+    micros = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
     totals = jnp.sum(jax.vmap(lambda micro: _token_totals(micro, objective))(micros), axis=0)
-    totals = jnp.maximum(totals, 1.0)
-    gradient = jax.value_and_grad(loss_and_metrics, has_aux=True)
+    mtp_weight = objective.at('mtp_weight', state.step)
+    numbers = Numbers(jnp.maximum(totals, 1.0), 1.0 / filled, mtp_weight, topk)
+    trained, frozen = objective.stage.split(state.params)
 
     def micro_step(micro):
-      (_, (metrics, loads)), grads = gradient(state.params, micro, totals, config, objective)
+      def loss(trained):
+        return loss_and_metrics(merge(trained, frozen), micro, numbers, config, objective)
+
+      (_, (metrics, loads)), grads = jax.value_and_grad(loss, has_aux=True)(trained)
       return grads, metrics, loads
 
     if count == 1:
@@ -184,18 +236,18 @@ def make_train_step(
       shapes = jax.eval_shape(micro_step, jax.tree.map(lambda a: a[0], micros))
       start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
-      def accumulate(total, micro):
-        return jax.tree.map(jnp.add, total, micro_step(micro)), None
+      def accumulate(i, total):
+        return jax.tree.map(jnp.add, total, micro_step(jax.tree.map(lambda a: a[i], micros)))
 
-      (grads, metrics, loads), _ = jax.lax.scan(accumulate, start, micros)
+      grads, metrics, loads = jax.lax.fori_loop(0, filled, accumulate, start)
 
     with jax.named_scope('optimizer'):
       grad_norm = optax.global_norm(grads)
       finite = jnp.isfinite(metrics['loss']) & jnp.isfinite(grad_norm)
-      updates, opt_state = tx.update(grads, state.opt_state, state.params)
-      params = optax.apply_updates(state.params, updates)
-      if objective.router_bias_rate:
-        params = _balance(params, loads, objective.router_bias_rate)
+      updates, opt_state = tx.update(grads, state.opt_state, trained)
+      params = merge(optax.apply_updates(trained, updates), frozen)
+      if objective.stage.main and (objective.router_bias_rate or objective.switch_step):
+        params = _balance(params, loads, objective.at('router_bias_rate', state.step))
       keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
       params = jax.tree.map(keep, params, state.params)
       opt_state = jax.tree.map(keep, opt_state, state.opt_state)
@@ -224,15 +276,17 @@ def entropy(load: jax.Array) -> jax.Array:
 
 
 def make_eval_step(
-  config: ModelConfig, objective: Objective
+  config: ModelConfig, objective: Objective, recall: bool | None = None
 ) -> Callable[[Any, Batch], dict[str, jax.Array]]:
   """The jitted evaluation of one batch: sums, to be added over batches.
 
   Returns nll (nats), correct, tokens, mtp_nll and mtp_tokens [steps] (of the rows that
-  `objective.mtp_fraction` names), valid (positions), and recall: per indexer layer the share of the
-  dense attention mass that its selection holds, times `valid` (add, then divide).
+  `objective.mtp_fraction` names), valid (positions), and on request recall: per indexer layer the share
+  of the dense attention mass that its selection holds (or would hold, where the attention is dense),
+  times `valid` (add, then divide). By default, it is there if the stage trains the indexers.
   """
-  recall = config.sparse_attention and config.attention == 'mla'
+  recall = objective.stage.indexers if recall is None else recall
+  recall = recall and config.attention == 'mla'
 
   def eval_step(params: Any, batch: Batch) -> dict[str, jax.Array]:
     out = forward(

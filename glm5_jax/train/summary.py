@@ -15,7 +15,8 @@ from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import forward
 from glm5_jax.train import plots
 from glm5_jax.train.compile import jit_once
-from glm5_jax.train.evaluate import Evaluation
+from glm5_jax.train.evaluate import Evaluation, evaluate
+from glm5_jax.train.step import Objective, make_eval_step
 
 # A captured forward pass holds [layers, heads, T, T]; beyond this many elements there is no map.
 _CAPTURE_BUDGET = 1 << 27
@@ -33,9 +34,10 @@ class Run:
     step: The last step taken.
     stopped: Why before the end, or empty.
     compile_seconds: Of the training step.
-    mtp_steps: As trained.
+    objective: What it was trained for.
     parameters: See `count_params`.
-    evaluation: Over all held-out documents.
+    evaluations: Over all held-out documents, by attention ('dense', 'sparse'): that of the stage, and on
+      request (eval.both_attentions) the other as well.
     baselines: Bits per byte of general compressors on the same texts.
     samples: Title -> (prompt, continuation).
     selection: For the map.
@@ -49,22 +51,36 @@ class Run:
   step: int
   stopped: str
   compile_seconds: float
-  mtp_steps: int
+  objective: Objective
   parameters: tuple[int, int]
-  evaluation: Evaluation | None = None
+  evaluations: Mapping[str, Evaluation] = dataclasses.field(default_factory=dict)
   baselines: Mapping[str, float] = dataclasses.field(default_factory=dict)
   samples: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
   selection: plots.Selection | None = None
 
+  @property
+  def evaluation(self) -> Evaluation | None:
+    """With the attention of the stage."""
+    return self.evaluations.get(_attention(self.model))
+
   def measured(self, params: Any, evaluation: Evaluation, held_out: data.EvalSet) -> 'Run':
     """With the final evaluation, the compressors on the same texts, samples, a selection map."""
+    evaluations = {_attention(self.model): evaluation}
+    if self.config['eval']['both_attentions'] and self.model.attention == 'mla':
+      other = self.model.replace(sparse_attention=not self.model.sparse_attention)
+      eval_step = make_eval_step(other, self.objective, recall=True)
+      evaluations[_attention(other)] = evaluate(eval_step, params, held_out)
     return dataclasses.replace(
       self,
-      evaluation=evaluation,
+      evaluations=evaluations,
       baselines=data.compression_baselines(data.held_out_texts(self.corpus)),
       samples=_samples(params, self),
       selection=_selection(params, self.model, held_out),
     )
+
+
+def _attention(model: ModelConfig) -> str:
+  return 'sparse' if model.sparse_attention and model.attention == 'mla' else 'dense'
 
 
 def count_params(params: Any) -> tuple[int, int]:

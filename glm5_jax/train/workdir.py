@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # May differ between a run and its continuation; everything else would bend the curve unseen.
-MAY_CHANGE = ('train.steps', 'train.max_minutes', 'eval.', 'checkpoint.', 'log.')
+# `init_from` is read at the start only: that folder may have moved.
+MAY_CHANGE = ('train.steps', 'train.max_minutes', 'eval.', 'checkpoint.', 'log.', 'init_from')
 
 
 class WorkdirError(Exception):

@@ -287,7 +287,7 @@ def test_loss_counts_the_hidden_tokens(plain, base):
   objective = step.Objective(
     mtp_steps=0, balance_loss_weight=0.0, indexer_loss_weight=0.0, loss_chunk=32
   )
-  totals = np.array([BATCH['weights'].sum()], np.float32)
+  totals = step.Numbers(np.array([BATCH['weights'].sum()], np.float32))
   loss = tiny.fast_jit(step.loss_and_metrics, static_argnums=(3, 4))
   value, (metrics, _) = loss(plain.params, BATCH, totals, plain.config, objective)
   hidden = BATCH['weights'] > 0

@@ -14,6 +14,7 @@ from glm5_jax.convert.hf_map import flatten
 from glm5_jax.modules.model import abstract_params
 from glm5_jax.optim import muon, muon_split
 from glm5_jax.optim.rules import MUON_SPLIT_RULES, parse_layout, rule_of
+from tests import tiny
 from tests.optim import hlo
 from tests.simulated import run_on_devices
 
@@ -57,15 +58,19 @@ def _compiled(config, mesh, **options):
   """The compiled update of one step, and its arguments."""
   tx = muon_split(0.1, **options)
   params, gradients = (sharding.shard_params(_draw(config, seed), mesh) for seed in (0, 1))
-  state = jax.jit(tx.init)(params)
-  return jax.jit(tx.update).lower(gradients, state, params).compile(), (gradients, state, params)
+  state = tiny.fast_jit(tx.init)(params)
+  return tiny.fast_jit(tx.update).lower(gradients, state, params).compile(), (
+    gradients,
+    state,
+    params,
+  )
 
 
 def _equals_one_device(config, meshes, **options):
   tx = muon_split(0.1, **options)
   params, gradients = _draw(config, 0), _draw(config, 1)
   state = tx.init(params)
-  want, state = jax.jit(tx.update)(gradients, state, params)
+  want, state = tiny.fast_jit(tx.update)(gradients, state, params)
   for shape in meshes:
     mesh = sharding.make_mesh(shape)
     with jax.set_mesh(mesh):
@@ -188,11 +193,11 @@ def _bfloat16_halves_what_is_sent():
   config, mesh = _uneven(), sharding.make_mesh({'fsdp': 4, 'tensor': 2})
   tx = muon_split(0.1, ns_dtype='bfloat16')
   params, gradients = _draw(config, 0), _draw(config, 1)
-  want, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+  want, _ = tiny.fast_jit(tx.update)(gradients, tx.init(params), params)
   with jax.set_mesh(mesh):
     update, arguments = _compiled(config, mesh, ns_dtype='bfloat16')
     got, _ = update(*arguments)
-    text = jax.jit(tx.update).lower(*arguments).as_text()
+    text = jax.jit(tx.update).lower(*arguments).as_text()  # Before compilation, see below.
   differences = [
     np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)

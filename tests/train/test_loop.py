@@ -25,7 +25,7 @@ def test_the_folder_of_a_finished_run(finished):
   names = {p.name for p in finished.iterdir() if not p.name.startswith('.')}
   assert names == {
     'config.json', 'metrics.jsonl', 'tensorboard', 'checkpoints', 'plots', 'report.md',
-    'tokenizer.json',
+    'tokenizer.json', 'result.json',
   }  # fmt: skip
   rows = _rows(finished)
   assert [r['step'] for r in rows] == list(range(1, 41))
@@ -112,7 +112,8 @@ def test_stops_when_numbers_are_not_finite(tiny_config, finished, tmp_path, caps
   for step in (20, 30, 40):
     shutil.rmtree(run / 'checkpoints' / str(step))
   # Step 10 again, with one parameter broken.
-  model, _, (tx, _), _ = loop.prepare(tiny_config)
+  parts = loop.prepare(tiny_config)
+  model, tx = parts.model, parts.optimizer[0]
 
   def init():
     return TrainState.create(loop.init_params(model, jax.random.key(0)), tx, 0)

@@ -1,0 +1,139 @@
+"""From a run config to the parts of a run; whatever a person can get wrong in it is found here."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import optax
+
+from glm5_jax import config as model_configs
+from glm5_jax import data
+from glm5_jax.optim.build import build
+from glm5_jax.optim.schedules import Schedule
+from glm5_jax.train import stages
+from glm5_jax.train.batches import Plan
+from glm5_jax.train.step import Objective
+
+
+class ConfigError(ValueError):
+  """The config asks for something impossible. The message is for people."""
+
+
+class Parts(NamedTuple):
+  """The parts of a run that depend on the config alone."""
+
+  model: model_configs.ModelConfig
+  objective: Objective
+  optimizer: tuple[optax.GradientTransformation, Schedule]
+  data: data.DataConfig
+  plan: Plan
+
+
+def prepare(config: Mapping[str, Any]) -> Parts:
+  """The parts of a run.
+
+  Raises:
+    ConfigError: a value is impossible.
+  """
+  positive = (
+    ('train', 'steps'), ('train', 'max_consecutive_skips'), ('eval', 'every'), ('eval', 'batches'),
+    ('checkpoint', 'every'), ('checkpoint', 'keep_last'), ('log', 'every'),
+  )  # fmt: skip
+  for section, key in positive:
+    if config[section][key] < 1:
+      raise ConfigError(f'{section}.{key}={config[section][key]} must be at least 1')
+  train = config['train']
+  if config['data'].get('objective') == 'infilling' and train['mtp_steps']:
+    raise ConfigError(
+      "data.objective='infilling' hides tokens out of order, which MTP steps cannot predict: set"
+      ' train.mtp_steps=0'
+    )
+  try:
+    asked = config['model'].get('sparse_attention')
+    model, stage = stages.resolve(config['stage'], build_model_config(config['model']), asked)
+    parts = Parts(
+      model,
+      Objective.from_config(train, stage),
+      build(config['optim'], train['steps']),
+      data.DataConfig.from_mapping(config['data']),
+      plan_of(config, model),
+    )
+  except (ValueError, TypeError) as e:
+    raise ConfigError(str(e)) from e
+  _check_stage(config, parts)
+  return parts
+
+
+def plan_of(config: Mapping[str, Any], model: model_configs.ModelConfig) -> Plan:
+  """The sizes of every step.
+
+  Raises:
+    ValueError: sizes that do not go together.
+  """
+  train = config['train']
+  return Plan(
+    rows=config['data']['batch_size'],
+    micro_batches=train['grad_accum'],
+    first_rows=train['batch_warmup_rows'],
+    warmup_steps=train['batch_warmup_steps'],
+    seq_len=config['data']['seq_len'],
+    topk=model.index_topk if model.sparse_attention and model.attention == 'mla' else None,
+    anneal_steps=train['topk_anneal_steps'],
+  )
+
+
+def _check_stage(config: Mapping[str, Any], parts: Parts) -> None:
+  train, stage = config['train'], parts.objective.stage
+  if not stage.main and not parts.objective.indexer_loss:
+    raise ConfigError(
+      f'stage {config["stage"]!r} trains by train.indexer_loss_weight alone; it must be positive'
+    )
+  if config['stage'] != 'pretrain' and not config['init_from']:
+    raise ConfigError(
+      f'stage {config["stage"]!r} continues a trained model: set --config.init_from to the folder of'
+      ' the run before'
+    )
+  steps = train['topk_anneal_steps']
+  if not 0 <= steps < train['steps']:
+    raise ConfigError(
+      f'train.topk_anneal_steps={steps} must be at least 0 and below train.steps={train["steps"]}, so'
+      ' that the run ends with model.index_topk'
+    )
+  if steps and (parts.model.shares_selection or parts.model.index_share_for_mtp_iteration):
+    raise ConfigError(
+      'train.topk_anneal_steps needs every layer to have an indexer (no IndexShare)'
+    )
+
+
+def build_model_config(section: Mapping[str, Any]) -> model_configs.ModelConfig:
+  """The ModelConfig that a config's `model` section means: a size, and every field that is set.
+
+  Raises:
+    ValueError: an unknown size or an impossible combination.
+  """
+  changes = {k: v for k, v in section.items() if k != 'size' and v is not None}
+  if isinstance(changes.get('rope_scaling'), Mapping):
+    changes['rope_scaling'] = model_configs.Yarn(**changes['rope_scaling'])
+  return model_configs.from_size(section['size'], **changes)
+
+
+def fit_to_tokenizer(
+  model: model_configs.ModelConfig, tokenizer: data.Tokenizer
+) -> model_configs.ModelConfig:
+  """The model, ending documents as the tokenizer does.
+
+  Raises:
+    ConfigError: the tokenizer has more tokens than the model.
+  """
+  if tokenizer.vocab_size > model.vocab_size:
+    raise ConfigError(
+      f'the tokenizer has {tokenizer.vocab_size} tokens and the model an embedding of'
+      f' {model.vocab_size}: set --config.model.vocab_size={tokenizer.vocab_size} or more'
+    )
+  return model if model.eos_token_id else model.replace(eos_token_id=(tokenizer.eot_id,))
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The config as JSON-able dicts and lists."""
+  to_dict = getattr(config, 'to_dict', None)
+  return json.loads(json.dumps(to_dict() if to_dict else config, default=list))
