@@ -28,7 +28,7 @@ RULES: dict[str, tuple[tuple[str, ...] | None, tuple[str, ...] | None]] = {
     ('jax', 'flax'),
   ),
   'glm5_jax.optim': (BASE, ('jax', 'optax', 'numpy')),
-  'glm5_jax.data': (BASE, ('numpy', 'grain', 'array_record', 'pyarrow', 'tokenizers', 'absl')),
+  'glm5_jax.data': (BASE, ('numpy', 'grain', 'array_record', 'pyarrow', 'tokenizers', 'jinja2', 'absl')),
   'glm5_jax.convert': (BASE, ('jax', 'numpy', 'ml_dtypes', 'safetensors', 'absl')),
   'pallas_kernels': ((), ('jax', 'numpy')),
   'configs': (('configs.base',), ('ml_collections',)),

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from glm5_jax.data.report import DataError
 
-SourceKind = Literal['stdlib', 'text', 'jsonl', 'parquet', 'array_record']
+SourceKind = Literal['stdlib', 'text', 'jsonl', 'parquet', 'array_record', 'chat']
 
 # The standard library without tests, and without two applications that Linux distributions ship
 # apart (idlelib, lib2to3) or files that describe one build (sysconfig): much the same on every
@@ -22,6 +22,7 @@ DEFAULT_PATTERNS = {
   'jsonl': ('**/*.jsonl',),
   'parquet': ('**/*.parquet',),
   'array_record': ('**/*.array_record*',),
+  'chat': ('**/*.jsonl',),
 }
 
 
@@ -58,7 +59,8 @@ class SourceConfig:
 
   Attributes:
     kind: 'stdlib' (the running interpreter's own library, read in place), 'text' (a file is a
-      document, unless `separator` is given), 'jsonl', 'parquet' or 'array_record'.
+      document, unless `separator` is given), 'jsonl', 'parquet', 'array_record', or 'chat' (JSONL, a
+      conversation in OpenAI's form a line; see data/conversations.py).
     path: Files, folders or glob patterns; unused by 'stdlib'.
     name: Name in logs; by default the kind and the last part of the path.
     weight: Share of the training rows (hence of tokens) of the mixture, relative to the others.
@@ -67,7 +69,11 @@ class SourceConfig:
     field: Key or column with the text. Empty for 'array_record': the record is the text itself.
     separator: For 'text': what separates documents within a file, e.g. a blank line ('\\n\\n').
     licence: Of the documents; quoted in the report.
-    fim: Whether `DataConfig.fim_rate` applies; False for prose beside code.
+    fim: Whether `DataConfig.fim_rate` applies; False for prose beside code. Never to 'chat'.
+    chat_format: For 'chat': whose template, '5', '5.1' or '5.2'.
+    clear_thinking: For 'chat': whether reasoning before the last user message is dropped. Then a
+      conversation of n turns becomes n samples, each with the history that the model would see, and
+      only the last turn is learnt in each. False (preserved thinking) learns all turns in one sample.
   """
 
   kind: SourceKind = 'stdlib'
@@ -80,6 +86,8 @@ class SourceConfig:
   separator: str = ''
   licence: str = ''
   fim: bool = True
+  chat_format: Literal['5', '5.1', '5.2'] = '5'
+  clear_thinking: bool = False
 
   @property
   def paths(self) -> tuple[str, ...]:
@@ -259,6 +267,8 @@ class DataConfig:
           "objective 'infilling' needs rows of at least 16 tokens and long_documents='split', not "
           f'seq_len {self.seq_len} and {self.long_documents!r}'
         )
+      if any(s.kind == 'chat' for s in (*self.sources, *self.validation_sources)):
+        raise DataError("objective 'infilling' is for texts; a 'chat' source needs 'next_token'")
       if self.fim_rate:
         raise DataError("fim_rate is for objective 'next_token'; infilling hides spans itself")
     if self.fim_rate and self.seq_len < 8:

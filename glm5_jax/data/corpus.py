@@ -45,7 +45,10 @@ class Part:
 
   @property
   def num_targets(self) -> int:
-    return int(self.lengths.sum())
+    if self.store.learnt is None:
+      return int(self.lengths.sum())
+    learnt = np.add.reduceat(self.store.learnt, self.store.offsets[:-1], dtype=np.int64)
+    return int(learnt[self.documents].sum())
 
   def summary(self) -> dict[str, Any]:
     return {
@@ -219,4 +222,4 @@ def _token_store(
       return store
   report = DataReport(on_bad=on_bad)
   documents = sources_lib.read_documents(source, report)
-  return store_lib.build_store(documents, report, tokenizer, folder)
+  return store_lib.build_store(documents, report, tokenizer, source, folder)

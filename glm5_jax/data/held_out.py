@@ -70,10 +70,13 @@ def make_eval_batches(
   def read(index: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return parts[which[index]].store.read(int(document[index]), start, length)
 
+  def weights(index: int, start: int, length: int) -> np.ndarray | float:
+    return parts[which[index]].store.weights(int(document[index]), start, length)
+
   def build(number: int) -> Batch:
     if infill:
       return infill.held_out_row(plan.row(number), read)
-    return packing.build_row(plan.row(number), read, config.seq_len, pad_id)
+    return packing.build_row(plan.row(number), read, config.seq_len, pad_id, weights)
 
   pad_id = corpus.tokenizer.eot_id
   padding = infill.empty_row() if infill else packing.empty_row(config.seq_len, pad_id)
@@ -90,13 +93,17 @@ def make_eval_batches(
 
 
 def held_out_texts(corpus: Corpus, max_bytes: int | None = None) -> list[bytes]:
-  """Contents of the held-out documents of `make_eval_batches`, read again from their files.
+  """Contents of the held-out texts of `make_eval_batches`, read again from their files.
+
+  Conversations are left out: only a part of them is a text that a model writes.
 
   Raises:
     DataError: Nothing is held out, or the files have changed since they were tokenized.
   """
   texts = []
   for part in _held_out_parts(corpus, max_bytes):
+    if part.source.kind == 'chat':
+      continue
     wanted = {part.store.origin(d): int(part.store.num_bytes[d]) for d in part.documents}
     only = {origin.path for origin in wanted}
     texts += [

@@ -26,6 +26,8 @@ Packing = Literal['concat', 'first_fit', 'best_fit']
 Batch = dict[str, np.ndarray]
 # (document, start, length) -> inputs and targets, [length] each.
 Read = Callable[[int, int, int], tuple[np.ndarray, np.ndarray]]
+# (document, start, length) -> weights of these targets, [length] or one for all.
+Weights = Callable[[int, int, int], np.ndarray | float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +216,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
   return rows
 
 
-def build_row(pieces: Pieces, read: Read, seq_len: int, pad_id: int) -> Batch:
+def build_row(
+  pieces: Pieces, read: Read, seq_len: int, pad_id: int, weights: Weights = lambda *_: 1.0
+) -> Batch:
   """Fills one row, [T] each: tokens, targets, segment_ids and positions int32, weights float32.
 
   Segments count from 1 in a row, positions from 0 in a segment. Padding has segment 0, weight 0,
@@ -227,7 +231,8 @@ def build_row(pieces: Pieces, read: Read, seq_len: int, pad_id: int) -> Batch:
     document, start, length, context = piece
     end = at + length
     row['tokens'][at:end], row['targets'][at:end] = read(document, start, length)
-    row['weights'][at + context : end] = 1.0
+    row['weights'][at:end] = weights(document, start, length)
+    row['weights'][at : at + context] = 0.0
     row['segment_ids'][at:end] = segment
     row['positions'][at:end] = np.arange(length)
     at = end

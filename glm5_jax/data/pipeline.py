@@ -39,7 +39,7 @@ class PackedRows(grain.MapDataset):
     self._pad_id = tokenizer.eot_id
     self._infill = InfillRows(config, tokenizer) if config.objective == 'infilling' else None
     self._fim = None
-    if config.fim_rate and part.source.fim:
+    if config.fim_rate and part.source.fim and part.source.kind != 'chat':
       self._fim = fim.Documents(
         part.lengths, self._read, fim.Tokens.of(tokenizer), config.fim_rate, config.fim_spm_rate,
         seed, config.seq_len, whole=config.long_documents != 'split',
@@ -67,7 +67,7 @@ class PackedRows(grain.MapDataset):
     if self._infill:
       return self._infill.train_row(pieces, self._read, random.Random(f'{self._seed}/{index}'))
     read = functools.partial(self._fim.read, epoch=epoch) if self._fim else self._read
-    return packing.build_row(pieces, read, self._config.seq_len, self._pad_id)
+    return packing.build_row(pieces, read, self._config.seq_len, self._pad_id, self._weights)
 
   def _plan_of(self, epoch: int) -> packing.RowPlan:
     if self._config.packing != 'concat':
@@ -86,6 +86,9 @@ class PackedRows(grain.MapDataset):
 
   def _read(self, document: int, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return self._part.store.read(int(self._part.documents[document]), start, length)
+
+  def _weights(self, document: int, start: int, length: int) -> np.ndarray | float:
+    return self._part.store.weights(int(self._part.documents[document]), start, length)
 
 
 class _ProcessRows(grain.MapDataset):

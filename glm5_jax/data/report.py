@@ -17,6 +17,7 @@ PROBLEMS = {
   'broken_json': 'is not a JSON object',
   'missing_field': 'has no text in the wanted field',
   'too_long': 'is longer than a row',
+  'bad_chat': 'is not a well-formed conversation',
 }
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterator
 
 import grain
 
+from glm5_jax.data import chat, conversations
 from glm5_jax.data.config import SourceConfig
 from glm5_jax.data.report import DataError, DataReport, Origin
 
@@ -33,7 +34,7 @@ class Document:
   Attributes:
     text: Its characters; line ends are as in the file.
     origin: File and line.
-    num_bytes: Length in UTF-8.
+    num_bytes: Length in UTF-8; of a conversation, of the text that is learnt.
     split_hash: In [0, 2**32), uniform and the same on every machine. Of the file's path relative to
       its folder where whole files are documents, else of the text, so that copies of a record fall
       on the same side of a split.
@@ -108,7 +109,10 @@ def identity(source: SourceConfig) -> str:
 
   Used as a cache key, so it does not open the files.
   """
-  digest = hashlib.sha256(f'{source.kind}\0{source.field}\0{source.separator}'.encode())
+  options: tuple[str, ...] = (source.kind, source.field, source.separator)
+  if source.kind == 'chat':
+    options += (source.chat_format, str(source.clear_thinking))
+  digest = hashlib.sha256('\0'.join(options).encode())
   for file in list_files(source):
     try:
       status = file.path.stat()
@@ -232,6 +236,17 @@ def _read_jsonl(file: SourceFile, source: SourceConfig, report: DataReport) -> I
     report.bad('unreadable', Origin(str(file.path), number), error.strerror or str(error))
 
 
+def _read_chat(file: SourceFile, source: SourceConfig, report: DataReport) -> Iterator[Document]:
+  for document in _read_jsonl(file, dataclasses.replace(source, field=''), report):
+    try:
+      parts = conversations.samples(document.text, source)
+    except chat.ChatError as error:
+      report.bad('bad_chat', document.origin, str(error))
+    else:
+      # A model is measured by what it has to write.
+      yield dataclasses.replace(document, num_bytes=sum(part.num_bytes for part in parts))
+
+
 def _json_document(line: bytes, origin: Origin, field: str, report: DataReport) -> Document | None:
   try:
     record = json.loads(line.rstrip().decode())
@@ -248,6 +263,8 @@ def _json_document(line: bytes, origin: Origin, field: str, report: DataReport) 
   if not isinstance(record, dict):
     report.bad('broken_json', origin, f'an object was expected, found {type(record).__name__}')
     return None
+  if not field:  # The record itself is meant.
+    return _document(line.rstrip(), origin, report)
   if not isinstance(record.get(field), str):
     found = type(record[field]).__name__ if field in record else f'only {sorted(record)}'
     report.bad('missing_field', origin, f'a string {field!r} was expected, found {found}')
@@ -339,4 +356,5 @@ _READERS: dict[str, _Reader] = {
   'jsonl': _read_jsonl,
   'parquet': _read_parquet,
   'array_record': _read_array_record,
+  'chat': _read_chat,
 }

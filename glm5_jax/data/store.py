@@ -1,7 +1,8 @@
 """Tokenized documents as one flat array, kept on disk so that a restart does not tokenize again.
 
 The array is `eot d1 eot d2 eot ... dn eot`: every document lies between two end-of-document tokens,
-so its inputs and its targets are one slice of it, and the same slice moved by one.
+so its inputs and its targets are one slice of it, and the same slice moved by one. Conversations
+bring their own first token and need no other; of theirs a second array says which targets are learnt.
 """
 
 import contextlib
@@ -16,11 +17,13 @@ import pathlib
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from glm5_jax.data import conversations
+from glm5_jax.data.config import SourceConfig
 from glm5_jax.data.report import DataReport, Origin
 from glm5_jax.data.sources import Document
 from glm5_jax.data.tokenizer import Tokenizer
@@ -46,6 +49,7 @@ class TokenStore:
     files: Paths.
     report: What was read and what was left out (`DataReport.as_dict`).
     fingerprint: Hash of the tokens and their borders.
+    learnt: [tokens] bool, whether a token is learnt as a target; None if all are.
   """
 
   tokens: np.ndarray
@@ -57,6 +61,7 @@ class TokenStore:
   files: list[str]
   report: dict[str, Any]
   fingerprint: str
+  learnt: np.ndarray | None = None
 
   def __len__(self) -> int:
     return len(self.num_bytes)
@@ -74,6 +79,13 @@ class TokenStore:
     at = int(self.offsets[document]) + start
     return self.tokens[at : at + length], self.tokens[at + 1 : at + length + 1]
 
+  def weights(self, document: int, start: int, length: int) -> np.ndarray | float:
+    """Weights of the targets that `read` gives: [length], or 1 for all."""
+    if self.learnt is None:
+      return 1.0
+    at = int(self.offsets[document]) + start + 1
+    return self.learnt[at : at + length].astype(np.float32)
+
 
 def cache_key(*parts: object) -> str:
   """Name of a cache entry that depends on all of `parts`."""
@@ -84,6 +96,7 @@ def build_store(
   documents: Iterable[Document],
   report: DataReport,
   tokenizer: Tokenizer,
+  source: SourceConfig,
   folder: pathlib.Path | None,
 ) -> TokenStore:
   """Tokenizes documents into `folder` (which appears whole or not at all), or into memory.
@@ -92,11 +105,12 @@ def build_store(
     documents: What to tokenize, read once.
     report: The account that reading `documents` fills; stored with the tokens.
     tokenizer: Its end-of-document token separates the documents.
+    source: Where they come from; says whether they are texts or conversations.
     folder: Where to keep the result; None for nowhere. An existing one is replaced.
   """
   if folder is None:
     buffer = io.BytesIO()
-    columns, meta = _write(documents, report, tokenizer, buffer)
+    columns, meta = _write(documents, report, _encoder(tokenizer, source), buffer)
     tokens = np.frombuffer(buffer.getbuffer(), meta['dtype'])
     return _store(tokens, columns, meta)
   folder.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +118,7 @@ def build_store(
     partial = pathlib.Path(name, 'store')
     partial.mkdir()
     with (partial / 'tokens.bin').open('wb') as file:
-      columns, meta = _write(documents, report, tokenizer, file)
+      columns, meta = _write(documents, report, _encoder(tokenizer, source), file)
     np.savez(partial / 'documents.npz', **columns)
     (partial / 'meta.json').write_text(json.dumps(meta), encoding='utf-8')
     if folder.exists():
@@ -145,24 +159,58 @@ def _store(tokens: np.ndarray, columns: dict[str, np.ndarray], meta: dict[str, A
   )
 
 
-def _write(
-  documents: Iterable[Document], report: DataReport, tokenizer: Tokenizer, out: BinaryIO
-) -> tuple[dict[str, Any], dict[str, Any]]:
+class _Encoder(NamedTuple):
+  """How documents become tokens.
+
+  Attributes:
+    encode: Documents -> of each its samples: ids with a first token that nothing predicts, and which
+      of them are learnt (None for all).
+    end: Stands after the last document, as its last target.
+    dtype: Of the ids.
+  """
+
+  encode: Callable[[list[Document]], Iterator[list[tuple[np.ndarray, np.ndarray | None]]]]
+  end: int
+  dtype: np.dtype
+
+
+def _encoder(tokenizer: Tokenizer, source: SourceConfig) -> _Encoder:
+  eot = np.array([tokenizer.eot_id])
+
+  def texts(chunk):
+    for ids in tokenizer.encode_batch([d.text for d in chunk]):
+      yield [(np.concatenate([eot, ids]), None)]
+
+  def chats(chunk):
+    for document in chunk:
+      yield [s.encode(tokenizer) for s in conversations.samples(document.text, source)]
+
   dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-  eot = np.array([tokenizer.eot_id], dtype)
+  return _Encoder(chats if source.kind == 'chat' else texts, tokenizer.eot_id, dtype)
+
+
+def _write(
+  documents: Iterable[Document], report: DataReport, encoder: _Encoder, out: BinaryIO
+) -> tuple[dict[str, Any], dict[str, Any]]:
   digest = hashlib.sha256()
   files: dict[str, int] = {}
   lengths: list[int] = []
+  masks: list[np.ndarray] = []
   rows: list[tuple[int, int, int, int]] = []
   for chunk in _chunks(documents):
-    for document, ids in zip(chunk, tokenizer.encode_batch([d.text for d in chunk]), strict=True):
-      data = np.concatenate([eot, ids], dtype=dtype, casting='unsafe').tobytes()
-      out.write(data)
-      digest.update(data)
-      lengths.append(len(ids) + 1)
+    for document, samples in zip(chunk, encoder.encode(chunk), strict=True):
       file = files.setdefault(document.origin.path, len(files))
-      rows.append((document.num_bytes, document.split_hash, file, document.origin.line))
-  out.write(eot.tobytes())
+      for ids, learnt in samples:
+        data = ids.astype(encoder.dtype).tobytes()
+        out.write(data)
+        digest.update(data)
+        lengths.append(len(ids))
+        if learnt is not None:
+          masks.append(learnt)
+        # The bytes of a record with several samples count once.
+        size = document.num_bytes if ids is samples[0][0] else 0
+        rows.append((size, document.split_hash, file, document.origin.line))
+  out.write(np.array([encoder.end], encoder.dtype).tobytes())
   offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
   digest.update(offsets.tobytes())
   table = np.array(rows, np.int64).reshape(-1, 4)
@@ -173,8 +221,11 @@ def _write(
     'file_index': table[:, 2].astype(np.int32),
     'line': table[:, 3],
   }
+  if masks:
+    columns['learnt'] = np.concatenate([*masks, [False]])
+    digest.update(columns['learnt'].tobytes())
   meta = {
-    'dtype': dtype.name,
+    'dtype': encoder.dtype.name,
     'files': list(files),
     'report': report.as_dict(),
     'fingerprint': digest.hexdigest(),

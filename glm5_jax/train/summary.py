@@ -70,10 +70,11 @@ class Run:
       other = self.model.replace(sparse_attention=not self.model.sparse_attention)
       eval_step = make_eval_step(other, self.objective, recall=True)
       evaluations[_attention(other)] = evaluate(eval_step, params, held_out)
+    texts = data.held_out_texts(self.corpus)
     return dataclasses.replace(
       self,
       evaluations=evaluations,
-      baselines=data.compression_baselines(data.held_out_texts(self.corpus)),
+      baselines=data.compression_baselines(texts) if texts else {},
       samples=_samples(params, self),
       selection=_selection(params, self.model, held_out),
     )
