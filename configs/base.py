@@ -96,6 +96,12 @@ def base() -> ConfigDict:
     1 << 18
   )  # Elements it works on at once: a CPU core's cache; accelerators 2**27.
 
+  # Conversations to learn from besides data.sources, or instead: a teacher's on the tasks of
+  # glm5_jax/envs (math, tool, lookup, code), written into the run's folder.
+  c.demonstrations = ConfigDict()
+  c.demonstrations.environments = ()
+  c.demonstrations.count = 2000  # Of each.
+
   c.train = ConfigDict()
   c.train.steps = 1000
   c.train.max_minutes = placeholder(float)  # Stop then, with a report; 0 is no limit.

@@ -1,7 +1,8 @@
 """Trains a model: `python -m experiments.run --config=configs/nano_pretrain.py --workdir=DIR`.
 
 Any value of the config can be changed on the command line (`--config.optim.peak_lr=2e-3`). Running the
-same command again resumes the run in DIR. What a person can get wrong ends in one line and exit
+same command again resumes the run in DIR. A config with `stages` (configs/nano_pipeline.py) runs them one
+after another; there a key begins with its stage (`--config.stages.pretrain.train.steps=100`). What a person can get wrong ends in one line and exit
 status 2.
 """
 
@@ -65,7 +66,11 @@ def _check_file_and_keys(args: Sequence[str]) -> dict[str, type]:
     raise UsageError(f'--config is missing; {USAGE}')
   file = pathlib.Path(path.split(':', 1)[0])
   if not file.is_file():
-    found = [str(p) for p in file.parent.glob('*.py') if p.stem not in ('base', '__init__')]
+    found = [
+      str(p)
+      for p in file.parent.glob('*.py')
+      if not p.stem.endswith('base') and p.stem != '__init__'
+    ]
     near = difflib.get_close_matches(str(file), found, n=1, cutoff=0.3)
     raise UsageError(f'config file {file} does not exist{_did_you_mean(near)}')
   try:
@@ -134,12 +139,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   # Importing jax takes seconds; typing mistakes should not have to wait for it.
   from glm5_jax.data import DataError
-  from glm5_jax.train import loop
+  from glm5_jax.rl import loop as rl_loop
+  from glm5_jax.train import loop, pipeline
   from glm5_jax.train.checkpoint import CheckpointError
   from glm5_jax.train.workdir import WorkdirError
 
   try:
-    return loop.train(config, workdir, command=_command(argv))
+    train = loop.train
+    if 'stages' in config:
+      train = pipeline.train
+    elif 'rl' in config:
+      train = rl_loop.train
+    return train(config, workdir, command=_command(argv))
   except (loop.ConfigError, DataError, CheckpointError, WorkdirError) as e:
     print(f'error: {e}', file=sys.stderr)
     return 2

@@ -126,14 +126,33 @@ def render(
     before = messages[i - 1]['role'] if i else ''
     _render_message(out, i, message, before, i > last_user, form)
   if generation_prompt:
-    closed = '<think></think>' if form.generation == '5.2' else '</think>'
-    opening = '<think>' if form.enable_thinking else closed
-    out.role(len(messages), '<|assistant|>', messages[-1]['role'] if messages else '')
-    out.template(len(messages), opening)
+    _open_turn(out, len(messages), form)
   elif close and messages and messages[-1]['role'] == 'assistant':
     end = '<|observation|>' if messages[-1].get('tool_calls') else '<|user|>'
     out.role(len(messages), end, 'assistant')
   return out.segments
+
+
+def continuation(results: Sequence[Message], *, form: ChatFormat = ChatFormat()) -> list[Segment]:
+  """What follows an assistant's turn that ended in `<|observation|>`, up to its next words.
+
+  So a conversation continues from the very tokens that were generated, which are never rendered again.
+
+  Args:
+    results: `tool` messages.
+    form: as in `render`.
+  """
+  out = _Pieces()
+  for i, message in enumerate(results):
+    _check(i, message)
+    _render_message(out, i, message, 'tool', True, form)
+  _open_turn(out, len(results), form)
+  return out.segments
+
+
+def _open_turn(out: '_Pieces', i: int, form: ChatFormat) -> None:
+  closed = '<think></think>' if form.generation == '5.2' else '</think>'
+  out.template(i, '<|assistant|>' + ('<think>' if form.enable_thinking else closed))
 
 
 def _render_message(

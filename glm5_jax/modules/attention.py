@@ -12,6 +12,60 @@ from glm5_jax.ops import gqa, indexer, mla, sparse_attention
 from glm5_jax.shapes import Keys
 
 
+class PagedCache(NamedTuple):
+  """Cache rows of many sequences, in pages of one pool; a row of the batch finds its own by `table`.
+
+  A sequence's token at slot s is row s % page_size of page table[b, s // page_size]. Padding writes to
+  page 0, which belongs to nobody. Layers are counted in order; so are layers with an indexer.
+  """
+
+  latent: jax.Array  # [layers, P, page_size, L + R]: the normalised latent, then the rotated key.
+  index_k: jax.Array  # [indexers, P, page_size, J]
+  table: jax.Array  # [B, pages of a row] int32
+  length: jax.Array  # [B] int32, tokens that the pool already holds of each row
+
+  @property
+  def slots(self) -> int:
+    """How many keys a row can have: S of every score tensor."""
+    return self.table.shape[1] * self.latent.shape[2]
+
+  def read(self, name: str, layer: jax.Array, new: jax.Array) -> jax.Array:
+    """All keys [B, S, W] of one layer: those in the pool, and `new` [B, T, W] after them."""
+    pool = getattr(self, name)
+    old = pool.at[layer, self.table].get(mode='promise_in_bounds')
+    old = old.reshape(new.shape[0], self.slots, -1)
+    # What an earlier owner left behind is invisible, but 0 * NaN is not 0.
+    known = jnp.arange(self.slots) < self.length[:, None]
+    old = jnp.where(known[:, :, None], old, 0)
+    slot = self.length[:, None] + jnp.arange(new.shape[1])
+    row = jnp.arange(new.shape[0])[:, None]
+    return old.at[row, slot].set(new.astype(old.dtype), mode='drop')  # Padding may lie beyond.
+
+  def write(
+    self, new: dict[str, jax.Array], valid: jax.Array, first: tuple[int, int] = (0, 0)
+  ) -> 'PagedCache':
+    """The cache with `new` rows [layers, B, T, W] added where `valid` [B, T].
+
+    `first` are the numbers of their first layer and of their first indexer.
+    """
+    size, width = self.latent.shape[2], self.table.shape[1]
+    slot = self.length[:, None] + jnp.arange(valid.shape[1])
+    row = jnp.arange(valid.shape[0])[:, None]
+    page = jnp.where(valid, self.table[row, jnp.minimum(slot // size, width - 1)], 0)
+
+    def put(pool, rows, first):
+      layer = first + jnp.arange(rows.shape[0])[:, None, None]
+      return pool.at[layer, page, slot % size].set(
+        rows.astype(pool.dtype), mode='promise_in_bounds'
+      )
+
+    return self._replace(
+      latent=put(self.latent, new['latent'], first[0]),
+      index_k=put(self.index_k, new['index_k'], first[1]),
+      length=self.length + jnp.sum(valid, axis=1),
+    )
+
+
 class Context(NamedTuple):
   """What every layer of one forward pass shares."""
 
@@ -21,6 +75,7 @@ class Context(NamedTuple):
   valid: jax.Array  # [B, T] bool, false for padding
   offset: jax.Array | int | None  # Cache slot of the first new token; 0 without a cache.
   topk: jax.Array | None = None  # Overrides index_topk, see `model.forward`.
+  paged: PagedCache | None = None  # In place of the layers' own caches.
 
   def rows(self, which: slice) -> 'Context':
     """The context of some rows of the batch."""
@@ -37,6 +92,21 @@ def _append(cache: Cache, name: str, new: jax.Array, offset) -> jax.Array:
     return new
   start = (0, offset) + (0,) * (new.ndim - 2)
   return jax.lax.dynamic_update_slice(cache[name], new.astype(cache[name].dtype), start)
+
+
+def _with_past(cache: Cache, new: mla.Latents, ctx: Context):
+  """Latents of all keys, and the layer's new cache; of a paged one, the new rows only.
+
+  A paged layer's cache is its number in the pool, `latent`, and that of its indexer, `index_k`.
+  """
+  if ctx.paged is not None and cache is not None:
+    rows = jnp.concatenate(new, axis=-1)
+    c, k_rope = jnp.split(ctx.paged.read('latent', cache['latent'], rows), [new.c.shape[-1]], -1)
+    return mla.Latents(c, k_rope), {'latent': rows}
+  latents = mla.Latents(
+    _append(cache, 'c', new.c, ctx.offset), _append(cache, 'k_rope', new.k_rope, ctx.offset)
+  )
+  return latents, {'c': latents.c, 'k_rope': latents.k_rope}
 
 
 class Indexer(nn.Module):
@@ -86,20 +156,26 @@ class MLA(nn.Module):
 
     q = mla.queries(p, x, ctx.cos, ctx.sin, c)
     new = mla.latents(p, x, ctx.cos, ctx.sin, c)
-    latents = mla.Latents(
-      _append(cache, 'c', new.c, ctx.offset), _append(cache, 'k_rope', new.k_rope, ctx.offset)
-    )
-    new_cache = {'c': latents.c, 'k_rope': latents.k_rope}
-    index = None
-    if self.indexer == 'full':
+    latents, new_cache = _with_past(cache, new, ctx)
+    if self.indexer == 'shared':
+      positions, index = selection
+    else:
+      positions = None
       with jax.named_scope('indexer'):
         index_queries, index_k = Indexer(c, name='indexer')(x, q.latent, ctx)
-        index_k = _append(cache, 'k_index', index_k, ctx.offset)
+        if ctx.paged is not None and cache is not None:
+          new_cache['index_k'] = index_k
+          index_k = ctx.paged.read('index_k', cache['index_k'], index_k)
+        else:
+          new_cache['k_index'] = index_k = _append(cache, 'k_index', index_k, ctx.offset)
       index = sparse_attention.Index(index_queries, index_k)
-      new_cache['k_index'] = index_k
     out, aux = sparse_attention.attend(
-      p, q, latents, ctx.keys, index, selection, c, self.request, self.form, ctx.topk
+      p, q, latents, ctx.keys, index, positions, c, self.request, self.form, ctx.topk
     )
+    if self.request.selection:
+      aux['selection'] = sparse_attention.Shared(
+        aux['selection'], index if self.request.kl else None
+      )
     out = jnp.einsum('BTNH,NHD->BTD', out, p['w_o'].astype(x.dtype))
     return out, aux, (None if cache is None else new_cache)
 

@@ -35,8 +35,10 @@ class Block(nn.Module):
   emit_selection: bool = False
 
   @nn.compact
-  def __call__(self, x: jax.Array, selection: jax.Array | None, ctx: Context, cache: Cache):
-    """Returns (x, selection, aux, cache). `x` [B, T, D]; `selection` [B, T, K] or None.
+  def __call__(
+    self, x: jax.Array, selection: sparse_attention.Shared | None, ctx: Context, cache: Cache
+  ):
+    """Returns (x, selection, aux, cache). `x` [B, T, D]; `selection` is what an earlier layer left.
 
     aux holds scalars kl and recall (mean over valid queries), router statistics, and with
     options.capture the intermediates.

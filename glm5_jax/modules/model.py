@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from glm5_jax.config import BlockSpec, ModelConfig, Stack
 from glm5_jax.modules import mtp
-from glm5_jax.modules.attention import Context
+from glm5_jax.modules.attention import Context, PagedCache
 from glm5_jax.modules.block import Block, Options
 from glm5_jax.modules.params import declare, ones
-from glm5_jax.ops import norm, rope
+from glm5_jax.ops import indexer, norm, rope, sparse_attention
 from glm5_jax.shapes import Keys
 
 Params = dict[str, Any]
@@ -32,7 +32,7 @@ class Output(NamedTuple):
   hidden: jax.Array  # [B, T, D] after the final norm
   mtp_hidden: jax.Array | None  # [steps, B, T, D], after shared_head.norm
   aux: dict[str, Any]
-  cache: dict[str, Any] | None
+  cache: Any
   logits: jax.Array | None = None  # [B, T, V] float32
   mtp_logits: jax.Array | None = None  # [steps, B, T, V] float32
 
@@ -70,6 +70,17 @@ def _scanned(config: ModelConfig, stack: Stack, options: Options):
   return scan(config, stack.blocks, options, name=stack.name)
 
 
+def _nothing_shared(c: ModelConfig, batch: int, time: int, options: Options):
+  """A `Shared` of the right shapes, for the carry of the first scan; nobody reads it."""
+  index = None
+  if options.indexer_loss:
+    q = jnp.zeros((batch, time, c.index_n_heads, c.index_head_dim), c.dtype)
+    queries = indexer.Queries(q, jnp.zeros((batch, time, c.index_n_heads), jnp.float32))
+    index = sparse_attention.Index(queries, jnp.zeros((batch, time, c.index_head_dim), c.dtype))
+  positions = jnp.full((batch, time, c.index_topk), -1, jnp.int32)
+  return sparse_attention.Shared(positions, index)
+
+
 class GLM5(nn.Module):
   """The decoder and its MTP layer. Parameters: see the tree in convert/hf_map.py."""
 
@@ -86,25 +97,32 @@ class GLM5(nn.Module):
     """`tokens`, `positions`, `segments`, `prefix` [B, T], `topk` []; `Output` without logits."""
     c = self.config
     batch, time = tokens.shape
-    offset = 0 if cache is None else cache['length']
-    if cache is None:
+    paged = cache if isinstance(cache, PagedCache) else None
+    offset: Any = 0
+    if paged is not None:
+      # Keys after a row's own are not visible to it by their slot.
+      offset, k_segment = paged.length[:, None], jnp.ones((batch, paged.slots), jnp.int32)
+      cache = _layer_numbers(c)
+    elif cache is None:
       k_segment = segments
     else:
+      offset = cache['length']
       k_segment = jax.lax.dynamic_update_slice(cache['segments'], segments, (0, offset))
     slots = jnp.broadcast_to(offset + jnp.arange(time), (batch, time))
     if prefix is not None:
       slots = jnp.maximum(slots, prefix - 1)
     cos, sin = rope.angles(positions, rope.frequencies(c))
-    ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset, topk)
+    ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset, topk, paged)
 
     embed = declare(self, c, embed=(c.vocab_size, c.hidden_size))['embed']
     with jax.named_scope('embed'):
       embedded = jnp.take(embed, tokens, axis=0).astype(c.dtype)
-    x, aux, new_cache = embedded, {}, {}
+    x, aux = embedded, {}
+    new_cache: Any = {}
     # Row k of the selection is only read by shared layers, which always follow a full one.
     selection = None
     if c.shares_selection:
-      selection = jnp.full((batch, time, c.index_topk), -1, jnp.int32)
+      selection = _nothing_shared(c, batch, time, self.options)
     for stack in c.stacks:
       (x, selection), (aux[stack.name], new_cache[stack.name]) = _scanned(c, stack, self.options)(
         (x, selection), None if cache is None else cache[stack.name], ctx
@@ -123,9 +141,42 @@ class GLM5(nn.Module):
       )
     if self.is_initializing():
       declare(self, c, lm_head=(c.hidden_size, c.vocab_size))
-    if cache is not None:
+    if paged is not None:
+      new_cache = paged.write(_in_layer_order(c, new_cache), segments > 0)
+    elif cache is not None:
       new_cache |= {'segments': k_segment, 'length': offset + time}
     return Output(hidden, mtp_hidden, aux, None if cache is None else new_cache)
+
+
+def _layer_numbers(config: ModelConfig) -> dict[str, Any]:
+  """Where each layer's rows are in a paged cache, in the form of a stack's cache."""
+  numbers, indexers = {}, 0
+  for stack in config.stacks:
+    full = [j for j, spec in enumerate(stack.blocks) if spec.indexer == 'full']
+    first = jnp.arange(stack.repeats)
+    numbers[stack.name] = layers = {
+      f'block{j}': {'latent': stack.first_layer + len(stack.blocks) * first + j}
+      for j in range(len(stack.blocks))
+    }
+    for i, j in enumerate(full):
+      layers[f'block{j}']['index_k'] = indexers + len(full) * first + i
+    indexers += stack.repeats * len(full)
+  return numbers
+
+
+def _in_layer_order(config: ModelConfig, rows: dict[str, Any]) -> dict[str, jax.Array]:
+  """New cache rows of all stacks as {'latent': [layers, B, T, W], 'index_k': [indexers, B, T, W]}."""
+  out: dict[str, jax.Array] = {}
+  for name in ('latent', 'index_k'):
+    stacks = []
+    for stack in config.stacks:
+      layers = [rows[stack.name][f'block{j}'] for j in range(len(stack.blocks))]
+      blocks = [layer[name] for layer in layers if name in layer]
+      if blocks:
+        stacked = jnp.stack(blocks, axis=1)
+        stacks.append(stacked.reshape(-1, *stacked.shape[2:]))
+    out[name] = jnp.concatenate(stacks)
+  return out
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
@@ -165,7 +216,7 @@ def forward(
   positions: jax.Array | None = None,
   segment_ids: jax.Array | None = None,
   prefix: jax.Array | None = None,
-  cache: dict[str, Any] | None = None,
+  cache: dict[str, Any] | PagedCache | None = None,
   mtp_steps: int = 0,
   mtp_rows: int | None = None,
   topk: jax.Array | None = None,
@@ -186,6 +237,7 @@ def forward(
     cache: from `init_cache`, to append to; attention covers everything in it. The caller sees to it
       that there is room: a full cache is overwritten at its end, which jit cannot report. The caller sees to
       it that cache['length'] + T stays within its capacity; beyond, the result is undefined.
+      Or a `PagedCache`, whose rows may differ in length; padding (`segment_ids` 0) follows a row's tokens.
     mtp_steps: how many tokens beyond the next one to predict with the (shared) MTP layer.
     mtp_rows: predict them for the first rows of the batch only; default all.
     topk: int32 scalar in place of config.index_topk, which may then change from call to call.
@@ -199,14 +251,12 @@ def forward(
     raise ValueError('MTP steps keep no cache: run them without `cache`, on whole rows')
   if prefix is not None and mtp_steps:
     raise ValueError('MTP steps predict tokens in order: they cannot run with `prefix` (infilling)')
-  if cache is not None and tokens.shape[1] > cache['segments'].shape[1]:
-    raise ValueError(
-      f'{tokens.shape[1]} tokens do not fit a cache for {cache["segments"].shape[1]}'
-    )
+  if cache is not None and tokens.shape[1] > (room := _capacity(cache)):
+    raise ValueError(f'{tokens.shape[1]} tokens do not fit a cache for {room}')
   if segment_ids is None:
     segment_ids = jnp.ones_like(tokens)
   if positions is None:
-    start = 0 if cache is None else cache['length']
+    start = 0 if cache is None else _length(cache)
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
   module = GLM5(config, options, mtp_steps, mtp_rows)
   out: Any = module.apply({'params': params}, tokens, positions, segment_ids, cache, prefix, topk)
@@ -216,6 +266,15 @@ def forward(
       if out.mtp_hidden is not None:
         out = out._replace(mtp_logits=unembed(params, out.mtp_hidden))
   return out
+
+
+def _capacity(cache: dict[str, Any] | PagedCache) -> int:
+  return cache.slots if isinstance(cache, PagedCache) else cache['segments'].shape[1]
+
+
+def _length(cache: dict[str, Any] | PagedCache) -> jax.Array:
+  """Tokens in the cache: [] or [B, 1]."""
+  return cache.length[:, None] if isinstance(cache, PagedCache) else cache['length']
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def predict(layers: nn.Module, hidden: jax.Array, embedded: jax.Array, ctx: Cont
     _, (states, _, aux) = layers(hidden, shifted, None, ctx)
   else:
     hidden, (first, selections, first_aux) = layers(hidden, shifted[:1], None, ctx)
-    _, (later, _, later_aux) = layers(hidden, shifted[1:], selections[0, 0], ctx)
+    _, (later, _, later_aux) = layers(
+      hidden, shifted[1:], jax.tree.map(lambda a: a[0, 0], selections), ctx
+    )
     states = jnp.concatenate([first, later])
     shared = {name: (a, later_aux[name]) for name, a in first_aux.items() if name in later_aux}
     aux = {name: jnp.concatenate(parts) for name, parts in shared.items()}

@@ -29,6 +29,13 @@ class Index(NamedTuple):
   keys: jax.Array  # [B, S, J]
 
 
+class Shared(NamedTuple):
+  """What a layer leaves to those that share its indexer (IndexShare)."""
+
+  positions: jax.Array  # [B, T, K] selected, -1 padded.
+  scored_by: Index | None = None  # Its indexer, where their KL trains it as well.
+
+
 class Request(NamedTuple):
   """Optional results of a layer; static."""
 
@@ -56,7 +63,7 @@ def attend(
   request: Request = Request(),
   form: Form | None = None,
   k: jax.Array | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, dict[str, Any]]:
   """Attention output before W_O, [B, T, N, Hv], and the results named in `request`.
 
   Args:
@@ -64,7 +71,8 @@ def attend(
     q: queries of the T new tokens.
     latents: cache rows of all S keys.
     keys: which key each query may see.
-    index: this layer's indexer, or None if it shares another layer's selection or is dense.
+    index: this layer's indexer, or None if it has none. With a `selection`, the indexer that made it:
+      then it is for the KL only.
     selection: [B, T, K] positions selected by an earlier layer (IndexShare), -1 padded, or None.
     config: `sparse_attention=False` attends to every visible key; `index` then serves the loss, and the
       recall of what it would select.
@@ -93,7 +101,7 @@ def attend(
     scores = None if index is None else indexer.scores(index_queries, index.keys)
     if not (config.sparse_attention or request.recall):
       selected = visible
-    elif scores is not None:
+    elif selection is None and scores is not None:
       keep = config.index_topk if k is None else k
       selected = chunks.saved(topk.select_mask(jax.lax.stop_gradient(scores), visible, keep))
     else:

@@ -47,11 +47,7 @@ class Handover:
     self._checkpoints = Checkpoints(self.folder / 'checkpoints')
     if not self._checkpoints.steps():
       raise CheckpointError(f'init_from={folder} has no checkpoint yet; run that stage first')
-    different = [
-      f'{f.name} was {getattr(before, f.name)}, is {getattr(model, f.name)}'
-      for f in dataclasses.fields(ModelConfig)
-      if f.name not in _MAY_DIFFER and getattr(before, f.name) != getattr(model, f.name)
-    ]
+    different = model_changes(before, model)
     if different:
       raise CheckpointError(f'init_from={folder} is another model: {"; ".join(different)}')
 
@@ -66,9 +62,41 @@ class Handover:
     """
     return self._checkpoints.restore_params(like, optional='.indexer.')
 
-  def tokenizer(self) -> TokenizerConfig:
-    """The run's own tokenizer, so that ids mean the same."""
-    return saved_tokenizer(self.folder, self._config['data']['tokenizer'])
+  def tokenizer(self, wanted: Mapping[str, Any] | None = None) -> TokenizerConfig:
+    """The run's own tokenizer, so that ids mean the same.
+
+    Args:
+      wanted: the new run's `data.tokenizer`; None does not compare.
+
+    Raises:
+      CheckpointError: `wanted` is another tokenizer than the run's config asked for.
+    """
+    asked = self._config['data']['tokenizer']
+    different = tokenizer_changes(asked, asked if wanted is None else wanted)
+    if different:
+      raise CheckpointError(
+        f'init_from={self.folder} has another tokenizer, whose ids mean something else:'
+        f' {"; ".join(different)}. Set data.tokenizer as that run has it.'
+      )
+    return saved_tokenizer(self.folder, asked)
+
+
+def model_changes(before: ModelConfig, after: ModelConfig) -> list[str]:
+  """What makes `after` another model than `before`, as text; empty if it can take its parameters."""
+  return [
+    f'{f.name} was {getattr(before, f.name)}, is {getattr(after, f.name)}'
+    for f in dataclasses.fields(ModelConfig)
+    if f.name not in _MAY_DIFFER and getattr(before, f.name) != getattr(after, f.name)
+  ]
+
+
+def tokenizer_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+  """How two configs' `data.tokenizer` differ, as text."""
+  return [
+    f'data.tokenizer.{key} was {before.get(key)!r}, is {after.get(key)!r}'
+    for key in sorted({*before, *after})
+    if before.get(key) != after.get(key)
+  ]
 
 
 def saved_tokenizer(folder: pathlib.Path, wanted: Mapping[str, Any]) -> TokenizerConfig:

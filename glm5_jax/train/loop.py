@@ -26,7 +26,7 @@ from glm5_jax.train.evaluate import evaluate
 from glm5_jax.train.handover import Handover, saved_tokenizer
 from glm5_jax.train.metrics import MetricsWriter, StepRecord
 from glm5_jax.train.prepare import ConfigError as ConfigError
-from glm5_jax.train.prepare import fit_to_tokenizer, plain, prepare
+from glm5_jax.train.prepare import fit_to_tokenizer, plain, prepare, with_demonstrations
 from glm5_jax.train.progress import ProgressLine
 from glm5_jax.train.stages import merge
 from glm5_jax.train.state import TrainState
@@ -62,12 +62,12 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     tokenizer = saved_tokenizer(path, config['data']['tokenizer'])
   elif config['init_from']:
     before = Handover(config['init_from'], model)
-    tokenizer = before.tokenizer()
+    tokenizer = before.tokenizer(config['data']['tokenizer'])
   data_config = dataclasses.replace(data_config, tokenizer=tokenizer)
 
   with workdir.claim(folder, plain(config)), workdir.StopRequest() as stop:
     # --- Data: an endless resumable iterator, and the held-out files ---
-    corpus = data.load_corpus(data_config)
+    corpus = data.load_corpus(with_demonstrations(data_config, config['demonstrations'], path))
     corpus.tokenizer.save(path)
     model = fit_to_tokenizer(model, corpus.tokenizer)
     read = dataclasses.replace(corpus.config, batch_size=plan.rows_per_read)

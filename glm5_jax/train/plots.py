@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -52,28 +52,33 @@ def save_all(folder: pathlib.Path, rows: Rows, selection: Selection | None) -> d
   held_out = [r for r in rows if 'eval/loss' in r]
   captions = {}
 
-  def save(name, caption, draw, *args):
-    with pyplot.rc_context(_STYLE):
-      figure = draw(*args)
-      partial = folder / f'.{name}'
-      figure.savefig(partial, format='png', bbox_inches='tight')
-      pyplot.close(figure)
-    os.replace(partial, folder / name)
+  def add(name, caption, draw, *args):
+    save(folder / name, draw, *args)
     captions[name] = caption
 
   if any('ce' in r for r in train):
-    save('loss.png', 'Loss per token in training and on held-out files', draw_loss, train, held_out)
+    add('loss.png', 'Loss per token in training and on held-out files', draw_loss, train, held_out)
   if train:
-    save('optimizer.png', 'Learning rate and gradient norm', draw_optimizer, train)
+    add('optimizer.png', 'Learning rate and gradient norm', draw_optimizer, train)
   if any('load' in r for r in train):
-    save('expert_load.png', 'Load of every expert over time', draw_load, train)
+    add('expert_load.png', 'Load of every expert over time', draw_load, train)
   if any('indexer_kl' in r for r in train) and any('eval/indexer_recall' in r for r in held_out):
     caption = 'Attention mass over all keys that the selected ones hold, and the KL that trains the indexers'
-    save('indexer_recall.png', caption, draw_indexers, train, held_out)
+    add('indexer_recall.png', caption, draw_indexers, train, held_out)
   if selection is not None:
     caption = f'What layer {selection.layer} attends to'
-    save('selection.png', caption, draw_selection, selection)
+    add('selection.png', caption, draw_selection, selection)
   return captions
+
+
+def save(path: pathlib.Path, draw: Callable[..., Any], *args: Any) -> None:
+  """Writes the figure that `draw(*args)` returns, in the reports' style; a reader never sees a part."""
+  with pyplot.rc_context(_STYLE):
+    figure = draw(*args)
+    partial = path.with_name(f'.{path.name}')
+    figure.savefig(partial, format='png', bbox_inches='tight')
+    pyplot.close(figure)
+  os.replace(partial, path)
 
 
 def _series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,8 @@
 """From a run config to the parts of a run; whatever a person can get wrong in it is found here."""
 
+import dataclasses
 import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -8,6 +10,7 @@ import optax
 
 from glm5_jax import config as model_configs
 from glm5_jax import data
+from glm5_jax.envs import catalogue
 from glm5_jax.optim.build import build
 from glm5_jax.optim.schedules import Schedule
 from glm5_jax.train import stages
@@ -43,6 +46,13 @@ def prepare(config: Mapping[str, Any]) -> Parts:
     if config[section][key] < 1:
       raise ConfigError(f'{section}.{key}={config[section][key]} must be at least 1')
   train = config['train']
+  for key in ('switch_step', 'mtp_steps', 'indexer_loss_weight'):
+    if train[key] < 0:
+      raise ConfigError(f'train.{key}={train[key]} must be at least 0')
+  if not 0 < train['mtp_fraction'] <= 1:
+    raise ConfigError(f'train.mtp_fraction={train["mtp_fraction"]} must be above 0 and at most 1')
+  if config['optim']['peak_lr'] <= 0:
+    raise ConfigError(f'optim.peak_lr={config["optim"]["peak_lr"]} must be positive')
   if config['data'].get('objective') == 'infilling' and train['mtp_steps']:
     raise ConfigError(
       "data.objective='infilling' hides tokens out of order, which MTP steps cannot predict: set"
@@ -115,6 +125,29 @@ def build_model_config(section: Mapping[str, Any]) -> model_configs.ModelConfig:
   if isinstance(changes.get('rope_scaling'), Mapping):
     changes['rope_scaling'] = model_configs.Yarn(**changes['rope_scaling'])
   return model_configs.from_size(section['size'], **changes)
+
+
+def with_demonstrations(
+  config: data.DataConfig, section: Mapping[str, Any], folder: pathlib.Path
+) -> data.DataConfig:
+  """The data with a teacher's demonstrations, one source an environment, as `demonstrations` asks.
+
+  They take the place of the standard library, which is what `data.sources` is by default.
+
+  Raises:
+    ConfigError: an environment is unknown.
+  """
+  if not section['environments']:
+    return config
+  try:
+    paths = catalogue.write_demonstrations(
+      folder / 'demonstrations', section['environments'], section['count'], config.seed
+    )
+  except ValueError as e:
+    raise ConfigError(f'demonstrations.{e}') from None
+  sources = [s for s in config.sources if s.kind != 'stdlib']
+  sources += [data.SourceConfig('chat', str(path), name=path.stem) for path in paths]
+  return dataclasses.replace(config, sources=tuple(sources))
 
 
 def fit_to_tokenizer(

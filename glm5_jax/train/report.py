@@ -133,7 +133,7 @@ def _model(run: Run) -> str:
     ('matrix elements a token passes', f'{flops.matmul_params(c):,}'),
     ('layers', f'{c.num_hidden_layers}, the first {c.first_k_dense_replace} dense'),
     ('experts', f'{c.n_routed_experts}, {c.num_experts_per_tok} chosen, {c.n_shared_experts} shared'),
-    ('trained', _trained(run)),
+    ('trained', run.objective.stage.trains),
     ('attention', f'{c.attention}, {c.num_attention_heads} heads'),
     ('selected keys', f'{c.index_topk} of {run.corpus.config.seq_len} at most'
                       if c.sparse_attention else 'all'),
@@ -141,13 +141,6 @@ def _model(run: Run) -> str:
     ('compute and parameter type', f'{c.dtype}, {c.param_dtype}'),
   ]  # fmt: skip
   return '## Model\n\n' + _table(('', ''), facts)
-
-
-def _trained(run: Run) -> str:
-  stage = run.objective.stage
-  if not stage.main:
-    return 'the indexers only'
-  return 'everything' if stage.indexers else 'everything but indexers'
 
 
 def _data(run: Run) -> str:

@@ -36,4 +36,10 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
 def is_finished(folder: pathlib.Path, steps: int) -> bool:
   """Whether the run in `folder` came to the end of its `steps` and was evaluated."""
   found = read(folder)
-  return found is not None and not found['stopped'] and found['step'] >= steps
+  # A signal during the last step leaves a result without evaluations: the same command adds them.
+  return (
+    found is not None
+    and not found['stopped']
+    and found['step'] >= steps
+    and bool(found['evaluations'])
+  )

@@ -2,7 +2,8 @@
 
   stage        attention            trains                               by
   pretrain,    as the model's       the main model;                      language-model losses;
-  midtrain     sparse_attention     if sparse, the indexers too          KL over the selected keys
+  midtrain,    sparse_attention     if sparse, the indexers too          KL over the selected keys
+  sft
   dsa_warmup   dense                the indexers, nothing else           KL over all visible keys
   dsa_sparse   sparse               the main model and the indexers      both, KL over the selected keys
 
@@ -20,7 +21,7 @@ import jax
 
 from glm5_jax.config import ModelConfig
 
-STAGES = ('pretrain', 'midtrain', 'dsa_warmup', 'dsa_sparse')
+STAGES = ('pretrain', 'midtrain', 'dsa_warmup', 'dsa_sparse', 'sft')
 # The attention of a stage where the config does not choose it.
 _SPARSE = {'dsa_warmup': False, 'dsa_sparse': True}
 
@@ -36,6 +37,13 @@ class Stage:
 
   main: bool = True
   indexers: bool = True
+
+  @property
+  def trains(self) -> str:
+    """In words, for reports."""
+    if not self.main:
+      return 'the indexers only'
+    return 'everything' if self.indexers else 'everything but indexers'
 
   def split(self, params: Any) -> tuple[Any, Any]:
     """The trained and the frozen parameters, as trees with None in the place of the others."""

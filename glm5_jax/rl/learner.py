@@ -1,0 +1,116 @@
+"""The policy's update: log-probabilities of the sampled tokens, objective, gradient. One jitted function.
+
+The objective is one of losses/policy.py; the reduction, per token or per sequence, is over the whole
+batch. With one update a batch the policy before the update is the policy itself, so pi_old is not
+recomputed: its log-probabilities are those of the same forward pass, held constant.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.losses.policy import Experience, PolicyConfig, policy_loss, token_weights
+from glm5_jax.losses.token_logprobs import token_logprobs
+from glm5_jax.modules.model import forward
+from glm5_jax.rl.batch import PolicyBatch
+from glm5_jax.train.stages import Stage, merge
+from glm5_jax.train.state import TrainState
+
+Metrics = dict[str, jax.Array]
+# Section 3.2: the indexer is frozen during RL, so that trainer and engine keep selecting the same keys.
+STAGE = Stage(main=True, indexers=False)
+# Metrics that are maxima over the micro-batches; all others are sums.
+_MAXIMA = ('logprob_gap_max',)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """How a batch becomes an update.
+
+  Attributes:
+    policy: the objective.
+    per: whether every 'sequence' counts the same (eq. 1) or every 'token' (eq. 3).
+    temperature: that the tokens were sampled with.
+    micro_rows: rows that are computed at a time.
+    loss_chunk: tokens whose logits exist at a time.
+  """
+
+  policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+  per: str = 'sequence'
+  temperature: float = 1.0
+  micro_rows: int = 8
+  loss_chunk: int = 1024
+
+
+def make_policy_step(
+  config: ModelConfig, learner: Learner, tx: optax.GradientTransformation
+) -> Callable[[TrainState, PolicyBatch, jax.Array], tuple[TrainState, Metrics]]:
+  """The jitted update; it consumes (donates) the state it is given.
+
+  Takes rows in whole micro-batches and how many of these are in use; the rest is padding, which is not
+  computed. An update that is not finite leaves the state as it was and counts in `state.skipped`.
+
+  Metrics: those of `policy_loss`, loss, entropy (nats, mean over the sampled tokens), grad_norm,
+  tokens (sampled ones), skipped (0 or 1).
+  """
+
+  def micro_loss(trained, frozen, batch: PolicyBatch, weights):
+    params = merge(trained, frozen)
+    hidden = forward(
+      params, batch.tokens, config=config, positions=batch.positions,
+      segment_ids=batch.segment_ids, logits=False,
+    ).hidden  # fmt: skip
+    found = token_logprobs(
+      hidden, params['lm_head'], batch.targets, temperature=learner.temperature,
+      chunk=learner.loss_chunk,
+    )  # fmt: skip
+    old = jax.lax.stop_gradient(found.logprob)
+    experience = Experience(batch.rollout, old, batch.advantages, weights, batch.segment_ids)
+    loss, metrics = policy_loss(found.logprob, experience, learner.policy)
+    return loss, metrics | {'loss': loss, 'entropy': jnp.sum(weights * found.entropy)}
+
+  gradient = jax.value_and_grad(micro_loss, has_aux=True)
+
+  def policy_step(state: TrainState, batch: PolicyBatch, filled: jax.Array):
+    trained, frozen = STAGE.split(state.params)
+    all_weights = token_weights(batch.mask, batch.segment_ids, per=learner.per)
+    micros, weights = jax.tree.map(
+      lambda a: a.reshape(-1, learner.micro_rows, *a.shape[1:]), (batch, all_weights)
+    )
+
+    def micro_step(i):
+      micro, w = jax.tree.map(lambda a: a[i], (micros, weights))
+      (_, metrics), grads = gradient(trained, frozen, micro, w)
+      return grads, metrics
+
+    def accumulate(i, total):
+      grads, metrics = micro_step(i)
+      sums = {
+        k: jnp.maximum(total[1][k], v) if k in _MAXIMA else total[1][k] + v
+        for k, v in metrics.items()
+      }
+      return jax.tree.map(jnp.add, total[0], grads), sums
+
+    shapes = jax.eval_shape(micro_step, jnp.int32(0))
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    grads, metrics = jax.lax.fori_loop(0, filled, accumulate, start)
+
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(metrics['loss']) & jnp.isfinite(grad_norm)
+    updates, opt_state = tx.update(grads, state.opt_state, trained)
+    params = merge(optax.apply_updates(trained, updates), frozen)
+    keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+    bad = 1 - finite.astype(jnp.int32)
+    metrics |= {'grad_norm': grad_norm, 'tokens': jnp.sum(batch.mask), 'skipped': bad}
+    state = dataclasses.replace(
+      state, step=state.step + 1, skipped=state.skipped + bad,
+      params=jax.tree.map(keep, params, state.params),
+      opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+    )  # fmt: skip
+    return state, metrics
+
+  return jax.jit(policy_step, donate_argnums=0)
