@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.digest import describe, kind, named_leaves
 from glm5_jax.infer import sampling, speculative
 from glm5_jax.infer.cache import init_pool, pages_for, token_bytes
 from glm5_jax.infer.programs import EngineConfig, bucket, programs
@@ -35,7 +36,6 @@ from glm5_jax.infer.request import (
 )
 from glm5_jax.infer.scheduler import Scheduler, Sequence
 from glm5_jax.infer.text import TextStream, Tokenizer
-from glm5_jax.train.digest import describe, kind, named_leaves
 
 UpdateMode = Literal['continue', 'recompute', 'drain']
 

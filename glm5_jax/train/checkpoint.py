@@ -31,7 +31,7 @@ from absl import logging
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
-from glm5_jax.train.digest import describe, kind, named_leaves
+from glm5_jax.digest import describe, kind, named_leaves
 
 
 class CheckpointError(Exception):
