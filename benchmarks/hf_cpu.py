@@ -64,9 +64,9 @@ def _prepare(directory: pathlib.Path, batch: int, length: int) -> None:
   """Writes the checkpoint and the tokens that all sides read."""
   import jax
 
+  from glm5_jax.compile import jit_once
   from glm5_jax.convert import save_hf
   from glm5_jax.modules.model import init_params
-  from glm5_jax.train.compile import jit_once
 
   params = jit_once(lambda key: init_params(CONFIG, key))(jax.random.key(0))
   save_hf(directory / 'checkpoint', CONFIG, params)

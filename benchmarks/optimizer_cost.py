@@ -23,12 +23,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from glm5_jax import config as configs
 from glm5_jax import sharding
+from glm5_jax.compile import jit_once
 from glm5_jax.modules.model import abstract_params, init_params
 from glm5_jax.optim import muon
 from glm5_jax.optim.build import build
 from glm5_jax.optim.rules import TABLES, Rules, path_name, rule_of
 from glm5_jax.train import flops
-from glm5_jax.train.compile import jit_once
 from glm5_jax.train.state import TrainState
 from glm5_jax.train.step import Objective, make_train_step
 

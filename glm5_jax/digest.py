@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm5_jax.train.compile import jit_once
+from glm5_jax.compile import jit_once
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

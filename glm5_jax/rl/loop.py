@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from glm5_jax.compile import jit_once
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.tokenizer import Tokenizer, load_tokenizer
 from glm5_jax.envs.catalogue import make_environments
@@ -35,7 +36,6 @@ from glm5_jax.rl.learner import STAGE, Learner, make_policy_step
 from glm5_jax.rl.rollout import Settings, Trajectory, groups, play
 from glm5_jax.train import workdir
 from glm5_jax.train.checkpoint import Checkpoints
-from glm5_jax.train.compile import jit_once
 from glm5_jax.train.handover import Handover
 from glm5_jax.train.metrics import MetricsWriter
 from glm5_jax.train.prepare import ConfigError, build_model_config, fit_to_tokenizer, plain

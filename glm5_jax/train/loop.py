@@ -17,11 +17,11 @@ import jax
 
 from glm5_jax import config as model_configs
 from glm5_jax import data
+from glm5_jax.compile import jit_once
 from glm5_jax.modules.model import abstract_params, init_params
 from glm5_jax.train import flops, report, result, workdir
 from glm5_jax.train.batches import prefetched
 from glm5_jax.train.checkpoint import Checkpoints
-from glm5_jax.train.compile import jit_once
 from glm5_jax.train.evaluate import evaluate
 from glm5_jax.train.handover import Handover, saved_tokenizer
 from glm5_jax.train.metrics import MetricsWriter, StepRecord

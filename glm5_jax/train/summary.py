@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from glm5_jax import data
+from glm5_jax.compile import jit_once
 from glm5_jax.config import ModelConfig
 from glm5_jax.infer.generate import generate
 from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import forward
 from glm5_jax.train import plots
-from glm5_jax.train.compile import jit_once
 from glm5_jax.train.evaluate import Evaluation, evaluate
 from glm5_jax.train.step import Objective, make_eval_step
 
