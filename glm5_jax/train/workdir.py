@@ -123,6 +123,10 @@ class StopRequest:
 
   def _handle(self, number: int, _frame: Any) -> None:
     self.reason = {signal.SIGTERM: 'SIGTERM', signal.SIGINT: 'Ctrl-C'}[signal.Signals(number)]
+    # A stage's request stands within a pipeline's: both are to stop.
+    outer = getattr(self._previous.get(number), '__self__', None)
+    if isinstance(outer, StopRequest):
+      outer.reason = self.reason
     os.write(2, f'\n{self.reason}: saving after this step; Ctrl-C kills\n'.encode())
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -103,3 +103,11 @@ def test_handlers_are_put_back():
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.reason == 'SIGTERM'
   assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_stage_passes_the_request_on_to_its_pipeline():
+  with workdir.StopRequest() as pipeline:
+    with workdir.StopRequest() as stage:
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert stage.reason == 'SIGTERM'
+    assert pipeline.reason == 'SIGTERM'
