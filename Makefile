@@ -59,7 +59,7 @@ test-hf: $(STAMP_HF)
 
 test-tpu: $(STAMP_TPU)
 	@echo '[test-tpu] compiling for TPU chips ahead of time, on CPU'
-	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python $(PYTEST) -m 'tpu and not slow' tests
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 .venv-tpu/bin/python $(PYTEST) -m 'tpu and not slow' tests
 
 test-slow: $(STAMP_HF)
 	@echo '[test-slow] the slow tests, on CPU'

@@ -35,13 +35,13 @@ class Lookup:
     self._careless = careless
 
   def make(self, rng: random.Random) -> Task:
-    """`Follow qz.`"""
+    """`qz`: the first key and nothing else, so that it has the same tokens as in a call."""
     keys: list[str] = []
     while len(keys) < self._hops + 1:
       key = ''.join(rng.choices(_LETTERS, k=2))
       if key not in keys:
         keys.append(key)
-    return Task(({'role': 'user', 'content': f'Follow {keys[0]}.'},), keys)
+    return Task(({'role': 'user', 'content': keys[0]},), keys)
 
   def respond(self, task: Task, reply: Reply) -> list[Message]:
     """Values of the keys; `none` for an unknown one."""

@@ -128,11 +128,11 @@ class Calculator:
     self._careless = careless
 
   def make(self, rng: random.Random) -> Task:
-    """`12*34+56?`"""
+    """`12*34+56`: the very text, hence the very tokens, that the call needs."""
     a, b, c = (rng.randint(2, self._largest) for _ in range(3))
     expression = f'{a}*{b}+{c}'
     answer = {'expression': expression, 'answer': a * b + c}
-    return Task(({'role': 'user', 'content': f'{expression}?'},), answer)
+    return Task(({'role': 'user', 'content': expression},), answer)
 
   def respond(self, task: Task, reply: Reply) -> list[Message]:
     """The calculator's results."""

@@ -24,7 +24,7 @@ import numpy as np
 from glm5_jax.config import ModelConfig
 from glm5_jax.digest import describe, kind, named_leaves
 from glm5_jax.infer import sampling, speculative
-from glm5_jax.infer.cache import init_pool, pages_for, token_bytes
+from glm5_jax.infer.cache import init_pool, pages_for
 from glm5_jax.infer.programs import EngineConfig, bucket, programs
 from glm5_jax.infer.request import (
   EngineFullError,
@@ -116,7 +116,7 @@ class Engine:
     """
     if self._refusal is not None:
       raise WeightsError(self._refusal)
-    check(request, self.config.vocab_size, self.sizes.max_length, self._tokenizer is not None)
+    self._check(request)
     waiting = len(self._scheduler.waiting)
     if waiting >= self.sizes.max_waiting:
       raise EngineFullError(f'{waiting} requests wait already; try again later')
@@ -155,8 +155,14 @@ class Engine:
     return self._scheduler.idle and self._update is None
 
   def run(self, requests: Iterable[Request]) -> list[list[Output]]:
-    """Runs requests to their end: for each the outputs of its samples. Others run along."""
+    """Runs requests to their end: for each the outputs of its samples. Others run along.
+
+    Raises:
+      RequestError: one of them can never be served; then none is begun.
+    """
     left = collections.deque(requests)
+    for request in left:
+      self._check(request)
     ids: list[int] = []
     outputs: dict[int, list[Output]] = {}
     missing = 0
@@ -221,6 +227,7 @@ class Engine:
     """Counters since the start, and the present state."""
     scheduler = self._scheduler
     rounds = self._counts['draft_rounds']
+    tokens = self.sizes.pages * self.sizes.page_size
     names = ('requests', 'steps', 'prefill_tokens', 'generated_tokens', 'finished', 'cancelled')
     return {name: self._counts[name] for name in names} | {
       'saved_tokens': scheduler.saved_tokens,
@@ -232,7 +239,7 @@ class Engine:
       'pages': self.sizes.pages - 1,
       'pages_used': scheduler.allocator.used,
       'pages_cached': len(scheduler.prefix) if scheduler.prefix else 0,
-      'bytes_per_token': token_bytes(self.config, itemsize=self._latent.dtype.itemsize).latent,
+      'bytes_per_token': (self._latent.nbytes + self._index_k.nbytes) // tokens,
       'version': self.version,
     }
 
@@ -262,6 +269,9 @@ class Engine:
       self._scheduler.prefix.drop_other_versions(version)
 
   # --- Sequences ---
+
+  def _check(self, request: Request) -> None:
+    check(request, self.config.vocab_size, self.sizes.max_length, self._tokenizer is not None)
 
   def _sequence(
     self, request_id: int, request: Request, sample: int, unborn: range = range(0)

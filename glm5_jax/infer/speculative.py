@@ -43,17 +43,19 @@ def mtp_layer(
   tokens: jax.Array,
   paged: PagedCache,
   valid: jax.Array,
+  first: tuple[int, int],
 ) -> tuple[jax.Array, PagedCache]:
   """Hidden states [B, T, D] after shared_head.norm that predict the tokens after `tokens`.
 
   Args:
     params: of the whole model.
-    config: one MTP layer, whose cache rows follow those of the decoder.
+    config: a model with one MTP layer.
     hidden: [B, T, D] state at the position before each token: the model's after its final norm, or this
       function's own result.
     tokens: [B, T] int32.
     paged: cache; the row of a token is at the token's slot. Slot 0 has none: nothing is before it.
     valid: [B, T] bool.
+    first: the layer's number in the cache, and its indexer's.
 
   Returns:
     The states, and the cache with the tokens' rows.
@@ -68,7 +70,6 @@ def mtp_layer(
   keys = Keys(slots, valid.astype(jnp.int32), k_segment.astype(jnp.int32))
   cos, sin = rope.angles(slots, rope.frequencies(config))
   ctx = Context(keys, cos, sin, valid, paged.length[:, None], None, paged)
-  first = len(config.blocks), sum(block.indexer == 'full' for block in config.blocks)
   cache: Any = {'latent': first[0], 'index_k': first[1]}
   block = Block(config, config.mtp_block, Options())
   with jax.named_scope('mtp'):
@@ -76,6 +77,28 @@ def mtp_layer(
   y, _, _, rows = applied
   paged = paged.write(jax.tree.map(lambda a: a[None], rows), valid, first)
   return norm.rms_norm(y, p['norm'], config.rms_norm_eps), paged
+
+
+def layer_numbers(config: ModelConfig) -> tuple[int, int]:
+  """The numbers of the MTP layer and of its indexer in the pool: after those of the decoder."""
+  return len(config.blocks), sum(block.indexer == 'full' for block in config.blocks)
+
+
+def _own_pages(paged: PagedCache, config: ModelConfig) -> PagedCache:
+  """A cache of the MTP layer alone, with the pages of these rows only.
+
+  Drafts write there what the pool need not know: carried through the loop, the pool would be copied.
+  """
+  rows, width = paged.table.shape
+
+  def local(pool, layer):
+    pages = pool.at[layer, paged.table].get(mode='promise_in_bounds')
+    pages = pages.reshape(1, rows * width, *pages.shape[2:])
+    return jnp.concatenate([jnp.zeros_like(pages[:, :1]), pages], axis=1)
+
+  layer, indexer = layer_numbers(config)
+  table = 1 + jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
+  return PagedCache(local(paged.latent, layer), local(paged.index_k, indexer), table, paged.length)
 
 
 def extend(
@@ -100,9 +123,8 @@ def extend(
     logits=False,
   )
   before = jnp.concatenate([carry[:, None].astype(out.hidden.dtype), out.hidden[:, :-1]], axis=1)
-  _, written = mtp_layer(
-    params, config, before, tokens, out.cache._replace(length=paged.length), valid
-  )
+  written = out.cache._replace(length=paged.length)
+  _, written = mtp_layer(params, config, before, tokens, written, valid, layer_numbers(config))
   return out.hidden, written
 
 
@@ -154,24 +176,22 @@ def decode(
   start = paged.length
 
   def draft(state, i):
-    hidden, token, paged, seen = state
-    paged = paged._replace(length=start + i)
-    out, paged = mtp_layer(
-      params, config, hidden[:, None], token[:, None], paged, (i < limit)[:, None]
-    )
+    hidden, token, own, seen = state
+    own, valid = own._replace(length=start + i), (i < limit)[:, None]
+    out, own = mtp_layer(params, config, hidden[:, None], token[:, None], own, valid, (0, 0))
     hidden = out[:, 0]
     at = settings._replace(position=settings.position + i)
     following = sampling.sample(unembed(params, hidden), at, seen).token
     seen = None if seen is None else _mark(seen, following)
-    return (hidden, following, paged, seen), following
+    return (hidden, following, own, seen), following
 
-  state = (carry.astype(jnp.dtype(config.dtype)), token, paged, seen)
+  state = (carry.astype(jnp.dtype(config.dtype)), token, _own_pages(paged, config), seen)
   with jax.named_scope('draft'):
-    (_, _, paged, _), drafts = jax.lax.scan(draft, state, jnp.arange(steps))
+    _, drafts = jax.lax.scan(draft, state, jnp.arange(steps))
   tokens = jnp.concatenate([token[:, None], drafts.T], axis=1)
   valid = jnp.arange(steps + 1) < limit[:, None]
   with jax.named_scope('verify'):
-    hidden, paged = extend(params, config, carry, tokens, paged._replace(length=start), valid)
+    hidden, paged = extend(params, config, carry, tokens, paged, valid)
     result = _draw_all(unembed(params, hidden), settings, seen, tokens)
   right = (result.token[:, :-1] == tokens[:, 1:]) & valid[:, 1:]
   kept = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1)

@@ -227,6 +227,8 @@ def test_a_step_keeps_its_budget(model, engine):
 def test_bad_requests(engine, changes, message):
   with pytest.raises(requests.RequestError, match=message):
     engine.add(Request(**{'prompt_ids': [1, 2, 3]} | changes))
+  with pytest.raises(requests.RequestError, match=message):
+    engine.run([Request([1]), Request(**{'prompt_ids': [1, 2, 3]} | changes)])
   assert engine.idle
 
 

@@ -32,7 +32,8 @@ def drafting(model: Model, params=None, **changes) -> Engine:
 @functools.partial(tiny.fast_jit, static_argnames='config')
 def run_layer(params, hidden, tokens, paged, config):
   valid = jnp.ones(tokens.shape, bool)
-  return speculative.mtp_layer(params, config, hidden, tokens, paged, valid)[0]
+  first = speculative.layer_numbers(config)
+  return speculative.mtp_layer(params, config, hidden, tokens, paged, valid, first)[0]
 
 
 def test_layer_is_that_of_training():

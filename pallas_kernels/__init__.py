@@ -1,0 +1,4 @@
+"""Pallas kernels for DeepSeek sparse attention on TPU. Every op has a reference in plain jax."""
+
+from pallas_kernels.indexer.api import indexer_topk as indexer_topk
+from pallas_kernels.sparse_mla.api import sparse_mla as sparse_mla

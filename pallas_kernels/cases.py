@@ -1,0 +1,163 @@
+"""What `bench` compiles: every op's shapes, its work, and how its kernel's loops add up to a call.
+
+An op is one entry of `OPS`. Loops are named in the order of the program, since a schedule has no
+names: `Op.loops` must have as many entries as the kernel has loops, or the bench says so.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import peers, shapes
+from pallas_kernels.indexer import kernel_tpu
+from pallas_kernels.indexer.api import indexer_topk
+from pallas_kernels.schedule import Chip
+from pallas_kernels.sparse_mla import cases as sparse_mla_cases
+
+
+class LoopsChangedError(ValueError):
+  """A kernel has other loops than its `Op.loops` names."""
+
+
+class Work(NamedTuple):
+  """What one unit of the op's work (for example a block of queries) takes."""
+
+  queries: float
+  flops: float  # Useful ones.
+  floor_bytes: float  # Bytes of HBM that any implementation must move.
+  moved_bytes: float  # Bytes that this kernel moves.
+
+
+class Op(NamedTuple):
+  """A kernel to be measured."""
+
+  name: str
+  shapes: tuple[Any, ...]
+  build: Callable[[Any, Chip], tuple[Callable[..., Any], tuple[Any, ...]]]
+  work: Callable[[Any, Chip], Work]
+  # (stage, how often it runs for one unit of work) of each loop in the program's order; stages of
+  # equal name are added, a stage None is not counted. Without it the hottest loop is the unit.
+  loops: Callable[[Any, Chip], tuple[tuple[str | None, float], ...]] | None = None
+
+
+def struct(shape, dtype) -> jax.ShapeDtypeStruct:
+  """An abstract array."""
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _indexer_build(shape: shapes.Indexer, chip: Chip):
+  s, b, t = shape, shape.batch, shape.time
+  arguments = (
+    struct((b, t, s.heads, s.dim), s.dtype),
+    struct((b, t, s.heads), jnp.float32),
+    struct((b, s.keys, s.dim), s.dtype),
+    struct((b, t), jnp.int32),
+    struct((b, t), jnp.int32),
+    struct((b, s.keys), jnp.int32),
+  )
+  call = functools.partial(
+    indexer_topk, topk=s.topk, implementation='tpu', block_q=_indexer_block(shape, chip)
+  )
+  return call, arguments
+
+
+def _indexer_block(shape: shapes.Indexer, chip: Chip) -> int:
+  return kernel_tpu.choose_blocks(shape.time, shape.keys, shape.block_q, chip.vmem)['block_q']
+
+
+def _indexer_work(shape: shapes.Indexer, chip: Chip) -> Work:
+  """Of a block of queries that sees all keys."""
+  queries = min(_indexer_block(shape, chip), shape.time)
+  per_query = shape.heads * (2 * shape.dim + 4) + 4 * shape.topk + 16
+  keys = shape.keys * (2 * shape.dim + 4)
+  return Work(
+    queries=queries,
+    flops=2.0 * queries * shape.keys * shape.heads * shape.dim,
+    # With all queries in VMEM at once the keys would be read once.
+    floor_bytes=queries * per_query + keys * queries / max(queries, shape.time),
+    # Segments take a padded tile: 4 KiB for 256 keys.
+    moved_bytes=queries * per_query + shape.keys * (2 * shape.dim + 16),
+  )
+
+
+# Of the search for the threshold, sweeps that depend on the scores: as many as random scores need.
+_BISECTIONS = 14
+
+
+def _indexer_loops(shape: shapes.Indexer, chip: Chip):
+  layout = kernel_tpu.make_layout(shape.time, shape.keys, shape.topk, _indexer_block(shape, chip))
+  parts, groups = layout.parts, layout.groups
+  steps = -(-shape.keys // (kernel_tpu.STEP * groups))
+  cells = kernel_tpu.PART // groups  # Rows of each half of the cells.
+  pieces = max(1, 2 * cells // kernel_tpu.STEP)
+  folds = parts * groups > kernel_tpu.FOLD_ABOVE
+  # Selected keys of one row of words, and four standard deviations for the fullest of 128 rows.
+  row = shape.topk * min(1.0, kernel_tpu.PART / shape.keys)
+  passes = math.ceil(min(shape.topk, row + 4 * row**0.5) / 128)
+  return (
+    ('scores', steps),  # The grid.
+    (None, 0),  # Rows after the last step.
+    ('threshold', 16),  # The sample ...
+    ('threshold', 16 * parts),
+    ('threshold', kernel_tpu.NARROWING),  # Interpolation ...
+    ('threshold', kernel_tpu.NARROWING * steps),
+    ('threshold', folds * cells / 128),  # Folding ...
+    ('threshold', folds * cells / 128 * parts * groups),
+    # Whether the cells are complete; a count of one piece is no loop.
+    *((('threshold', folds * pieces),) if pieces > 1 else ()),
+    ('threshold', folds * _BISECTIONS),  # Bisection among them ...
+    *((('threshold', folds * _BISECTIONS * pieces),) if pieces > 1 else ()),
+    ('threshold', (not folds) * _BISECTIONS),  # ... or over the tile.
+    ('threshold', (not folds) * _BISECTIONS * steps),
+    *((None, 0),) * 3,  # Ties.
+    ('compaction', steps),  # Packing.
+    ('compaction', parts),  # Transposes.
+    ('compaction', parts),
+    ('compaction', parts * passes),
+  )
+
+
+OPS: tuple[Op, ...] = (
+  Op(
+    'indexer_topk',
+    tuple(shapes.select(shapes.Indexer)),
+    _indexer_build,
+    _indexer_work,
+    _indexer_loops,
+  ),
+  Op(
+    'sparse_mla',
+    sparse_mla_cases.SHAPES,
+    lambda shape, chip: sparse_mla_cases.build(shape, chip.name),
+    lambda shape, chip: Work(*sparse_mla_cases.work(shape, chip.name)),
+  ),
+)
+
+
+def _peer_work(shape, chip: Chip) -> Work:
+  del chip
+  return Work(shape.queries, shape.flops, shape.bytes, shape.bytes)
+
+
+# JAX's own kernels and a plain matmul, through the same reader: what the numbers are worth.
+PEERS: tuple[Op, ...] = (
+  Op('matmul', peers.MATMULS, lambda s, _: peers.matmul(s), _peer_work),
+  Op('splash', peers.SPLASH, lambda s, _: peers.splash(s), _peer_work),
+)
+
+
+def find(name: str) -> tuple[Op, Any]:
+  """'op/shape' -> (the op, the shape)."""
+  op_name, shape_name = name.split('/')
+  op = next(op for op in (*OPS, *PEERS) if op.name == op_name)
+  return op, next(shape for shape in op.shapes if shape.name == shape_name)
+
+
+def build(name: str, chip: Chip):
+  """For `schedule.analyze`: 'op/shape' -> (function, abstract arguments)."""
+  op, shape = find(name)
+  return op.build(shape, chip)

@@ -1,0 +1,1 @@
+"""The lightning indexer with a fused exact top-k."""

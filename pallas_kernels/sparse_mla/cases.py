@@ -1,0 +1,82 @@
+"""What the benchmark compiles of this op. A unit of work is one chunk of keys for a block of
+queries."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.sparse_mla import api
+
+
+class SparseMla(NamedTuple):
+  """A call of `sparse_mla`, or of its gradient."""
+
+  name: str
+  regime: str
+  time: int  # T
+  keys: int  # S
+  backward: bool = False
+  heads: int = 64  # N
+  latent_dim: int = 512  # L
+  rope_dim: int = 64  # R
+  topk: int = 2048  # K
+  batch: int = 1
+  dtype: str = 'bfloat16'
+
+
+SHAPES = (
+  SparseMla('train-4k', 'train', 4096, 4096),
+  SparseMla('train-32k', 'train', 4096, 32_768),
+  SparseMla('train-200k', 'train', 4096, 202_752),
+  SparseMla('train-4k-backward', 'train', 4096, 4096, backward=True),
+  SparseMla('train-200k-backward', 'train', 4096, 202_752, backward=True),
+)
+
+
+def _tuning(shape: SparseMla, chip: str) -> tuple[api.Regime, api.Tuning]:
+  regime = api.choose_regime(shape.keys)
+  return regime, api.TUNING[chip, regime][shape.backward]
+
+
+def build(shape: SparseMla, chip: str):
+  """(function, abstract arguments) for the compiler; `chip` is 'v5p', 'v6e' or 'tpu7x'."""
+  s = shape
+  width = s.latent_dim + s.rope_dim
+  q = jax.ShapeDtypeStruct((s.batch, s.time, s.heads, width), s.dtype)
+  latents = jax.ShapeDtypeStruct((s.batch, s.keys, width), s.dtype)
+  indices = jax.ShapeDtypeStruct((s.batch, s.time, s.topk), jnp.int32)
+  config = api.make_config(width**-0.5, s.latent_dim, s.keys, chip=chip)
+  if not s.backward:
+    return functools.partial(_forward, config), (q, latents, indices)
+  out = jax.ShapeDtypeStruct((s.batch, s.time, s.heads, s.latent_dim), s.dtype)
+  lse = jax.ShapeDtypeStruct((s.batch, s.time, s.heads), jnp.float32)
+  return functools.partial(_backward, config), (q, latents, indices, out, lse, out, lse)
+
+
+def _forward(config, q, latents, indices):
+  return api.attend(q, latents, indices, config)
+
+
+def _backward(config, q, latents, indices, out, lse, dout, dlse):
+  return api.attend_backward(config, (q, latents, indices, out, lse), (dout, dlse))[:2]
+
+
+def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
+  """(queries, useful FLOPs, bytes of HBM that must move, bytes that move) of a unit.
+
+  `queries` is the share of its block's queries that a chunk is worth when a query reads `topk`
+  keys, which holds for the gathered regime when the selections of a block coincide.
+  """
+  regime, t = _tuning(shape, chip)
+  width = shape.latent_dim + shape.rope_dim
+  widths = 3 * width + 2 * shape.latent_dim if shape.backward else width + shape.latent_dim
+  gradient = (8 * width, 8 * 640) if shape.backward and regime == 'gather' else (0, 0)
+  row = 1536 if regime == 'gather' else 1280
+  return (
+    t.queries * t.keys / shape.topk,
+    2.0 * shape.heads * widths * t.keys * t.queries,
+    t.keys * (2.0 * width + gradient[0]),
+    t.keys * (row + 8.0 + gradient[1]),
+  )
