@@ -8,7 +8,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench lock clean
+.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench bench-kernels lock clean
 
 # The first interpreter on the path that is new enough and can make a virtual environment.
 USABLE = -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -42,6 +42,7 @@ help:
 	@echo 'make lint         ruff (lint, format) and mypy'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make bench        side-by-side speed of this code and transformers'
+	@echo 'make bench-kernels  cycles of the Pallas kernels on three TPU chips, from the compiler'
 	@echo 'make lock         resolve requirements-*.txt anew and write the lock files'
 	@echo 'make clean        remove environments and caches, keep runs/'
 
@@ -86,6 +87,11 @@ format: $(STAMP)
 bench: $(STAMP_HF)
 	@echo '[bench] this code and transformers side by side, same weights and tokens, on CPU'
 	.venv-hf/bin/python -m benchmarks.hf_cpu $(BENCH_ARGS)
+
+bench-kernels: $(STAMP_TPU)
+	@echo '[bench-kernels] compiling for v5p, v6e and tpu7x; tens of minutes on two cores'
+	for chip in v5p:2x2x1 v6e:2x2 tpu7x:2x2x1; do \
+	  .venv-tpu/bin/python -m pallas_kernels.bench --topology=$$chip $(BENCH_ARGS) || exit 1; done
 
 # One recipe for all environments; $(1) the directory, $(2) the requirement flags.
 define install
