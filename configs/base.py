@@ -100,7 +100,8 @@ def base() -> ConfigDict:
   # glm5_jax/envs (math, tool, lookup, code), written into the run's folder.
   c.demonstrations = ConfigDict()
   c.demonstrations.environments = ()
-  c.demonstrations.count = 2000  # Of each.
+  c.demonstrations.count = 2000  # Conversations about each.
+  c.demonstrations.tasks = 1  # In one conversation.
 
   c.train = ConfigDict()
   c.train.steps = 1000

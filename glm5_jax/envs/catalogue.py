@@ -27,28 +27,36 @@ def make_environments(names: Sequence[str]) -> list[Environment]:
   return [ENVIRONMENTS[name]() for name in names]
 
 
-def demonstrations(env: Environment, count: int, seed: int) -> Iterator[dict[str, Any]]:
-  """Conversations on training tasks, as records of a 'chat' source; no held-out task is ever shown."""
+def demonstrations(env: Environment, count: int, tasks: int, seed: int) -> Iterator[dict[str, Any]]:
+  """Conversations on training tasks, as records of a 'chat' source; no held-out task is ever shown.
+
+  A conversation poses `tasks` of them one after another: the description of the tools, most of a short
+  conversation's tokens, is read once for all.
+  """
   for i in range(count):
-    task = sample(env, i, held_out=False, seed=seed)
     rng = random.Random(f'demonstration/{env.name}/{seed}/{i}')
-    record: dict[str, Any] = {'messages': [*task.prompt, *env.demonstrate(task, rng)]}
-    yield record | ({'tools': list(env.tools)} if env.tools else {})
+    messages: list[Any] = []
+    for number in range(i * tasks, (i + 1) * tasks):
+      task = sample(env, number, held_out=False, seed=seed)
+      messages += [*task.prompt, *env.demonstrate(task, rng)]
+    yield {'messages': messages} | ({'tools': list(env.tools)} if env.tools else {})
 
 
 def write_demonstrations(
-  folder: pathlib.Path, names: Sequence[str], count: int, seed: int
+  folder: pathlib.Path, names: Sequence[str], count: int, tasks: int, seed: int
 ) -> list[pathlib.Path]:
   """Writes `folder`/NAME.jsonl of each environment, where it is not there already.
 
   Raises:
-    ValueError: see `make_environments`.
+    ValueError: see `make_environments`; or `count` or `tasks` is not positive.
   """
+  if min(count, tasks) < 1:
+    raise ValueError(f'count={count} and tasks={tasks} must be at least 1')
   folder.mkdir(parents=True, exist_ok=True)
   paths = []
   for env in make_environments(names):
     path = folder / f'{env.name}.jsonl'
-    text = ''.join(json.dumps(record) + '\n' for record in demonstrations(env, count, seed))
+    text = ''.join(json.dumps(record) + '\n' for record in demonstrations(env, count, tasks, seed))
     # The cache of tokens goes by the time of the file, so an equal one stays.
     if not path.exists() or path.read_text() != text:
       partial = path.with_name(f'.{path.name}')

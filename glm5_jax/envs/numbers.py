@@ -7,6 +7,7 @@ import ast
 import operator
 import random
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,10 @@ def calculate(expression: str) -> str:
   if len(expression) > _MAX_EXPRESSION:
     return f'error: longer than {_MAX_EXPRESSION} characters'
   try:
-    return str(_value(ast.parse(expression.strip(), mode='eval').body))
+    with warnings.catch_warnings():  # Python has opinions about `2x`; they are no part of the result.
+      warnings.simplefilter('ignore')
+      tree = ast.parse(expression.strip(), mode='eval')
+    return str(_value(tree.body))
   except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
     return f'error: {e.args[0] if isinstance(e, ValueError) and e.args else "not a sum"}'
 

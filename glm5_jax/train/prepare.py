@@ -141,7 +141,11 @@ def with_demonstrations(
     return config
   try:
     paths = catalogue.write_demonstrations(
-      folder / 'demonstrations', section['environments'], section['count'], config.seed
+      folder / 'demonstrations',
+      section['environments'],
+      section['count'],
+      section['tasks'],
+      config.seed,
     )
   except ValueError as e:
     raise ConfigError(f'demonstrations.{e}') from None
