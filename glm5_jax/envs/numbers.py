@@ -42,7 +42,9 @@ def calculate(expression: str) -> str:
   if len(expression) > _MAX_EXPRESSION:
     return f'error: longer than {_MAX_EXPRESSION} characters'
   try:
-    with warnings.catch_warnings():  # Python has opinions about `2x`; they are no part of the result.
+    with (
+      warnings.catch_warnings()
+    ):  # Python has opinions about `2x`; they are no part of the result.
       warnings.simplefilter('ignore')
       tree = ast.parse(expression.strip(), mode='eval')
     return str(_value(tree.body))

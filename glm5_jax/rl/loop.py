@@ -27,13 +27,14 @@ from glm5_jax.data.tokenizer import Tokenizer, load_tokenizer
 from glm5_jax.envs.catalogue import make_environments
 from glm5_jax.infer.engine import Engine, weights_checksum
 from glm5_jax.infer.programs import EngineConfig
+from glm5_jax.infer.request import RequestError
 from glm5_jax.losses.policy import PolicyConfig
 from glm5_jax.modules.model import abstract_params
 from glm5_jax.optim.build import build
 from glm5_jax.rl import advantages, filters, report, tasks
 from glm5_jax.rl.batch import PolicyBatch, pack
 from glm5_jax.rl.learner import STAGE, Learner, make_policy_step
-from glm5_jax.rl.rollout import Settings, Trajectory, groups, play
+from glm5_jax.rl.rollout import Settings, Trajectory, check_prompt, groups, play
 from glm5_jax.train import workdir
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.handover import Handover
@@ -139,6 +140,7 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
       assert restored is not None
       state, step = restored.state, restored.step
       print(f'resuming {path} from step {step}', flush=True)
+    _check_prompts(parts, rl, tokenizer, config['seed'])
     engine = Engine(state.params, model, tokenizer, parts.engine, version=step)
     print(f'engine: {engine.sizes}; compiling', flush=True)
     engine.warm_up()
@@ -193,6 +195,19 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
   if reason:
     print(f'stopped at step {step}: {reason}. Run the same command again to resume.', flush=True)
   return 0
+
+
+def _check_prompts(parts: Parts, rl: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> None:
+  """That the tasks fit, before anything is compiled.
+
+  Raises:
+    ConfigError: a prompt leaves no room for an answer.
+  """
+  try:
+    for job in tasks.held_out_jobs(parts.environments, rl['eval_tasks'], seed):
+      check_prompt(job, tokenizer, parts.settings)
+  except RequestError as e:
+    raise ConfigError(f'rl.episode: {e}') from None
 
 
 def _batch(

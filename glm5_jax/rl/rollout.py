@@ -17,7 +17,7 @@ from glm5_jax.data.chat_parse import parse
 from glm5_jax.data.tokenizer import Tokenizer
 from glm5_jax.envs.protocol import Environment, EnvironmentFailureError, Message, Task
 from glm5_jax.infer.engine import Engine
-from glm5_jax.infer.request import EngineFullError, Output, Request
+from glm5_jax.infer.request import EngineFullError, Output, Request, RequestError
 
 _PRESERVED = chat.ChatFormat(clear_thinking=False)
 _STOPS = ('<|endoftext|>', '<|user|>', '<|observation|>')
@@ -104,6 +104,11 @@ class Settings:
   workers: int = 8
 
   def __post_init__(self):
+    for name in ('max_tokens', 'max_turn_tokens', 'max_turns', 'workers'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+    if not self.temperature >= 0:
+      raise ValueError(f'temperature={self.temperature} must be at least 0')
     if self.form.clear_thinking:
       raise ValueError('episodes need clear_thinking=False: dropped reasoning changes past tokens')
 
@@ -142,6 +147,11 @@ def play(
   return [p.trajectory for p in players]
 
 
+def check_prompt(job: Job, tokenizer: Tokenizer, settings: Settings) -> None:
+  """Raises RequestError if the job's prompt leaves no room for an answer."""
+  _Player(job, tokenizer, settings)
+
+
 class _Player:
   """One episode under way."""
 
@@ -152,7 +162,13 @@ class _Player:
     messages = list(job.task.prompt)
     self.trajectory = Trajectory(job.env.name, job.index, job.sample, messages=messages)
     prompt = chat.render(messages, self._tools, form=settings.form, generation_prompt=True)
-    self.trajectory._add(chat.encode(prompt, tokenizer).ids)
+    ids = chat.encode(prompt, tokenizer).ids
+    if len(ids) >= settings.max_tokens:
+      raise RequestError(
+        f'a prompt of {job.env.name!r} has {len(ids)} tokens, its tools included; max_tokens='
+        f'{settings.max_tokens} of an episode leaves no room for an answer'
+      )
+    self.trajectory._add(ids)
 
   def request(self) -> Request | None:
     """The model's next turn; None if the episode is over."""

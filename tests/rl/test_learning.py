@@ -15,6 +15,7 @@ from configs.rl_base import rl_base
 from glm5_jax.data import chat
 from glm5_jax.data.chat_parse import Reply, ToolCall
 from glm5_jax.data.tokenizer import ByteTokenizer
+from glm5_jax.envs.functions import Functions
 from glm5_jax.envs.lookup import Lookup
 from glm5_jax.envs.numbers import Calculator, WordProblems
 from glm5_jax.envs.protocol import EnvironmentFailureError, sample, tool_message
@@ -297,7 +298,7 @@ def _config(start_from) -> ConfigDict:
     if key in c.model and value not in ((), None):
       c.model[key] = value
   c.init_from = str(start_from)
-  c.rl.environments = ('lookup', 'math')
+  c.rl.environments = ('code', 'math')
   c.rl.groups, c.rl.group_size, c.rl.eval_tasks = 2, 4, 3
   c.rl.seq_len, c.rl.micro_rows = 448, 2
   c.rl.episode.max_tokens = 448
@@ -331,7 +332,8 @@ def trained(tmp_path_factory, params):
 @pytest.fixture
 def some_rewards(monkeypatch):
   """A random model solves nothing; let the judge like short episodes, or nothing would be learnt."""
-  monkeypatch.setattr(Lookup, 'reward', lambda self, task, messages: float(len(str(messages)) % 2))
+  for env in (Functions, WordProblems):
+    monkeypatch.setattr(env, 'reward', lambda self, task, messages: float(len(str(messages)) % 2))
 
 
 def test_a_run_and_its_resumption(trained, tmp_path, some_rewards):
@@ -358,7 +360,7 @@ def test_a_run_and_its_resumption(trained, tmp_path, some_rewards):
   assert max(r.get('logprob_gap_max', 0) for r in rows[0]) < 1e-5
   assert any(r.get('tokens', 0) > 0 for r in rows[0])
   report = (whole / 'report.md').read_text()
-  assert 'the command' in report and '| lookup |' in report
+  assert 'the command' in report and '| code |' in report
   assert all((whole / 'plots' / f'{n}.png').stat().st_size for n in ('accuracy', 'health'))
 
 
@@ -385,6 +387,13 @@ def test_impossible_configs(trained, key, value, said):
   with pytest.raises(ConfigError) as error:
     loop.prepare(config)
   assert said in str(error.value)
+
+
+def test_tasks_that_do_not_fit_are_refused_at_the_start(trained, tmp_path):
+  config = _config(trained)
+  config.rl.environments = ('lookup',)  # In bytes, the description of its tool alone is longer.
+  with pytest.raises(ConfigError, match=r"'lookup' has \d+ tokens, .* max_tokens=448"):
+    loop.train(config, str(tmp_path / 'run'))
 
 
 def test_a_reply_is_rendered_as_it_was_parsed():
