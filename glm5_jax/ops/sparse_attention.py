@@ -99,7 +99,7 @@ def attend(
     q, index_queries, selection, q_slot, q_segment, q_absorbed = inputs
     visible = Keys(q_slot, q_segment, keys.k_segment).visible()
     scores = None if index is None else indexer.scores(index_queries, index.keys)
-    if not (config.sparse_attention or request.recall):
+    if not (config.sparse_attention or request.recall or request.selection):
       selected = visible
     elif selection is None and scores is not None:
       keep = config.index_topk if k is None else k

@@ -110,18 +110,19 @@ def test_the_reference_is_plain_attention(reference, sparse):
   np.testing.assert_array_equal(keys.visible(), visible)
   scores = np.einsum('btis,bti->bts', np.maximum(
     np.einsum('btij,bsj->btis', index.queries.q, index.keys), 0), index.queries.w)  # fmt: skip
-  mask = oracle.top_k_mask(scores, visible, CONFIG.index_topk) if sparse else visible
+  selected = oracle.top_k_mask(scores, visible, CONFIG.index_topk)
+  mask = selected if sparse else visible
   probs = oracle.softmax(logits * CONFIG.attention_scale, mask[:, None])
   want = np.einsum('bnts,bsl,lnh->btnh', probs, latents.c, p['w_uv'])
   (out, aux), _ = reference[sparse]
   tiny.close('attention output', out, want, 5e-6)
   dense = oracle.softmax(logits * CONFIG.attention_scale, visible[:, None]).mean(1)
-  tiny.close('recall', aux['recall'], (dense * mask).sum(-1), 2e-6)
+  # With dense attention: what the indexer would select, and what of the mass that would hold.
+  tiny.close('recall', aux['recall'], (dense * selected).sum(-1), 2e-6)
   # The selection, as IndexShare hands it on: ascending, -1 where fewer keys are visible.
-  if sparse:
-    for row in np.ndindex(BATCH, TIME):
-      found = np.flatnonzero(mask[row]).tolist()
-      assert aux['selection'][row].tolist() == found + [-1] * (CONFIG.index_topk - len(found))
+  for row in np.ndindex(BATCH, TIME):
+    found = np.flatnonzero(selected[row]).tolist()
+    assert aux['selection'][row].tolist() == found + [-1] * (CONFIG.index_topk - len(found))
   assert not out[SEGMENTS == 0].any()  # A query that sees nothing yields nothing, not NaN.
 
 
