@@ -2,7 +2,7 @@
 
   python -m experiments.run --config=configs/nano_long.py --workdir=/tmp/nano_long
 
-About 30 minutes on 2 CPU cores; bits per byte not measured yet.
+Sized for 30 minutes on 2 CPU cores, not timed; bits per byte not measured yet.
 """
 
 from configs import nano_pretrain

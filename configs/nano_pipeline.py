@@ -3,7 +3,7 @@
   python -m experiments.run --config=configs/nano_pipeline.py --workdir=/tmp/pipeline
 
 Four stages, each from the checkpoint of the one before; the same command continues what was stopped.
-At most 25 minutes on 2 CPU cores; bits per byte of every stage, dense and sparse, are in
+Sized for 25 minutes on 2 CPU cores and not timed on idle ones; bits per byte of every stage, dense and sparse, are in
 /tmp/pipeline/report.md, not measured here yet. A single stage, which then needs the run to start from:
 
   python -m experiments.run --config=configs/nano_pipeline.py:midtrain --workdir=/tmp/mid \

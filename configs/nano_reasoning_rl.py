@@ -2,7 +2,7 @@
 
   python -m experiments.run --config=configs/nano_reasoning_rl.py --workdir=/tmp/nano_rl
 
-Starts from the run of nano_sft.py (--config.init_from=DIR). About 10 minutes on 2 CPU cores; nothing here
+Starts from the run of nano_sft.py (--config.init_from=DIR). Sized for 10 minutes on 2 CPU cores, not timed on idle ones; nothing here
 is measured in bits per byte, the report has the accuracy on held-out tasks before and after.
 """
 

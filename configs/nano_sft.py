@@ -4,7 +4,7 @@
 
 Starts from the demo's run (`make demo`, or --config.init_from=DIR). Word problems, a calculator, two-hop
 look-ups and small functions, shown by a teacher that is careless half of the time: what is left for
-reinforcement learning to sort out. About 5 minutes on 2 CPU cores; bits per byte of what the model has
+reinforcement learning to sort out. Sized for 5 minutes on 2 CPU cores, not timed; bits per byte of what the model has
 to write not measured yet.
 """
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 _NOBODY = 65534
 # Who can be read without rights of its own. Absent ones are left out.
 _SYSTEM = ('/usr', '/lib', '/lib64', '/bin', '/sbin', '/etc/alternatives', '/etc/ld.so.cache')
-WORK = '/work'
+FOLDER = '/sandbox'
 
 
 class SandboxError(RuntimeError):
@@ -67,20 +67,20 @@ class Sandbox:
   def run(
     self, command: Sequence[str], files: Mapping[str, str] | None = None, stdin: str = ''
   ) -> Result:
-    """Runs `command` in /work, which holds `files` (path -> text) and is read-only, as is the rest.
+    """Runs `command` in /sandbox, which holds `files` (path -> text) and is read-only, as is the rest.
 
     Only /tmp can be written, and it is gone afterwards.
 
     Raises:
       SandboxError: there is none on this machine.
-      ValueError: a file's path leads out of /work.
+      ValueError: a file's path leads out of /sandbox.
     """
     prefix = _prefix()
     with tempfile.TemporaryDirectory(prefix='sandbox-') as name:
       folder = pathlib.Path(name)
       folder.chmod(0o755)
       _write(folder, files or {})
-      mounts = ['--ro-bind', name, WORK, '--chdir', WORK, '--size', str(self.file_bytes)]
+      mounts = ['--ro-bind', name, FOLDER, '--chdir', FOLDER, '--size', str(self.file_bytes)]
       mounts += ['--tmpfs', '/tmp', '--remount-ro', '/dev', '--remount-ro', '/']
       # The limits are set inside, in the namespace of this one program: those outside would be shared by
       # all sandboxes of a user.

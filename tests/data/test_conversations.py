@@ -112,7 +112,6 @@ def test_rows_learn_what_the_model_writes_and_nothing_else(tmp_path, clear):
     corpus = data.load_corpus(config)
     batches = data.make_train_iterator(corpus)
     (rows,) = batches.rows_per_epoch.values()
-    assert rows % 2 == 0 or rows > 10
     found = []
     for _ in range(rows // 2):
       batch = next(batches)

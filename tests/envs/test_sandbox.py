@@ -9,7 +9,7 @@ import pytest
 from glm5_jax.envs import sandbox
 from glm5_jax.envs.sandbox import Sandbox, SandboxError
 
-pytestmark = pytest.mark.skipif(bool(sandbox.available()), reason=sandbox.available() or 'works')
+pytestmark = pytest.mark.usefixtures('bubblewrap')
 BOX = Sandbox(seconds=20.0)
 
 
@@ -44,7 +44,9 @@ def test_it_sees_neither_files_nor_environment_nor_processes_of_ours(tmp_path, m
   assert result.stdout == 'False False True\nTrue []\nno such process\n'
 
 
-@pytest.mark.parametrize('path', ['/usr/x', '/work/x', '/work/main.py', '/etc/x', '/x'])
+@pytest.mark.parametrize(
+  'path', ['/usr/x', f'{sandbox.FOLDER}/x', f'{sandbox.FOLDER}/main.py', '/etc/x', '/x']
+)
 def test_it_writes_nowhere_but_tmp(path):
   result = BOX.python(f'open({path!r}, "w")')
   assert result.status == 1

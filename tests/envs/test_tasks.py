@@ -21,15 +21,13 @@ ENVIRONMENTS = [
   Functions(careless=0),
 ]
 EACH = pytest.mark.parametrize('env', ENVIRONMENTS, ids=lambda e: e.name)
-NEEDS_SANDBOX = pytest.mark.skipif(bool(sandbox.available()), reason=sandbox.available() or 'works')
+NEEDS_SANDBOX = pytest.mark.usefixtures('bubblewrap')
 
 
-def _careful(env):
-  return pytest.param(env, id=env.name, marks=NEEDS_SANDBOX if env.name == 'code' else ())
-
-
-@pytest.mark.parametrize('env', [_careful(e) for e in ENVIRONMENTS])
-def test_a_careful_demonstration_is_right_and_a_shorter_one_is_not(env):
+@EACH
+def test_a_careful_demonstration_is_right_and_a_shorter_one_is_not(env, request):
+  if env.name == 'code':
+    request.getfixturevalue('bubblewrap')
   rng = random.Random(0)
   for i in range(12 if env.name == 'code' else 200):
     task = sample(env, i, held_out=bool(i % 2))
@@ -48,11 +46,14 @@ def test_a_careful_demonstration_is_right_and_a_shorter_one_is_not(env):
 
 @EACH
 def test_careless_demonstrations_are_wrong_about_as_often_as_asked(env):
-  kind = type(env)
-  if kind is Functions:
-    return  # Judged by running it; the shape of its mistake is tested below.
-  careless, rng = kind(careless=1.0), random.Random(1)
+  careless, rng = type(env)(careless=1.0), random.Random(1)
   tasks = [sample(careless, i, held_out=False) for i in range(300)]
+  if env.name == 'code':  # Judging takes a sandbox: its mistake is that the last step is missing.
+    for task in tasks:
+      (message,) = careless.demonstrate(task, rng)
+      first, _ = task.answer['lines']
+      assert message['content'] == f'```python\ndef f(x):\n  x = {first}\n  return x\n```'
+    return
   rewards = [careless.reward(t, [*t.prompt, *careless.demonstrate(t, rng)]) for t in tasks]
   assert sum(rewards) / 300 < 0.35
 

@@ -31,12 +31,16 @@ _forward = jax.jit(forward, static_argnames='config')
 
 @pytest.fixture
 def torch():
-  return pytest.importorskip('torch', reason='needs torch (make test-hf)')
+  import torch
+
+  return torch
 
 
 @pytest.fixture
 def transformers(torch):
-  return pytest.importorskip('transformers', reason='needs transformers (make test-hf)')
+  import transformers
+
+  return transformers
 
 
 def _read(transformers, directory, config, **kwargs):

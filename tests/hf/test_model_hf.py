@@ -64,8 +64,9 @@ CASES = {
 
 def build(case: Case):
   """A transformers model in float32 with random weights, norms and biases, large enough to matter."""
-  torch = pytest.importorskip('torch', reason='needs torch (make test-hf)')
-  transformers = pytest.importorskip('transformers', reason='needs transformers (make test-hf)')
+  import torch
+  import transformers
+
   config = getattr(transformers, f'{case.kind}Config')(**COMMON, **case.changes)
   theirs = getattr(transformers, f'{case.kind}ForCausalLM')._from_config(
     config, attn_implementation='eager', experts_implementation='eager', dtype=torch.float32

@@ -152,8 +152,9 @@ class Replay:
 
 def their_curve(directory, rows: list[np.ndarray], choices, monkeypatch):
   """The same in torch, with torch's AdamW and clipping and the schedule of transformers."""
-  torch = pytest.importorskip('torch', reason='needs torch (make test-slow)')
-  transformers = pytest.importorskip('transformers', reason='needs transformers (make test-slow)')
+  import torch
+  import transformers
+
   model = transformers.GlmMoeDsaForCausalLM.from_pretrained(
     directory, dtype=torch.float32, attn_implementation='eager', experts_implementation='eager'
   )
