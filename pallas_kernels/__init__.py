@@ -1,4 +1,5 @@
 """Pallas kernels for DeepSeek sparse attention on TPU. Every op has a reference in plain jax."""
 
 from pallas_kernels.indexer.api import indexer_topk as indexer_topk
+from pallas_kernels.indexer_kl.api import indexer_kl as indexer_kl
 from pallas_kernels.sparse_mla.api import sparse_mla as sparse_mla

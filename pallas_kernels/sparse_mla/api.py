@@ -64,7 +64,9 @@ _CORES = {'v5p': 2, 'v6e': 1, 'tpu7x': 1}
 
 
 def _chip() -> str:
-  kind = jax.devices()[0].device_kind.lower()
+  # A mesh may be of devices to compile for, of which this machine has none.
+  device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+  kind = device.device_kind.lower()
   if 'v5p' in kind or kind == 'tpu v5':
     return 'v5p'
   return 'tpu7x' if '7' in kind else 'v6e'
@@ -336,7 +338,7 @@ def sparse_mla(
     latent_dim: L; the value is the first L of a row.
     implementation: 'reference' (plain jax) or 'tpu' (bfloat16 or float32).
     regime: 'dense', 'gather' or None to choose by S.
-    chip: 'v5p', 'v6e' or 'tpu7x', to choose block sizes; None asks the first device.
+    chip: 'v5p', 'v6e' or 'tpu7x', to choose block sizes; None asks the mesh, or the first device.
     forward, backward: block sizes in place of the chip's.
     span: queries of one kernel call, all sequences together; bounds the memory of lists and copies.
     interpret: passed to pallas_call, for instance pltpu.InterpretParams() on CPU.
