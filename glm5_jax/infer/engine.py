@@ -99,6 +99,7 @@ class Engine:
           logits = self._forward([], rows, time, pages)
       for penalty in (False, True):
         self._sample(logits, [], penalty)
+      self._programs.top_logprobs(logits)
     if sizes.draft_steps:
       for rows in sizes.batch_buckets:
         for pages in sizes.page_buckets:
@@ -297,6 +298,18 @@ class Engine:
     return self._draw(logits, sequences)
 
   def _decode_drafts(self, sequences: list[Sequence]) -> list[Event]:
+    # Logits of accepted drafts stay on the device: who wants more of them than the draw goes alone.
+    events = [e for s in sequences if s.request.top_logprobs for e in self._decode_alone(s)]
+    sequences = [s for s in sequences if not s.request.top_logprobs]
+    return events + (self._decode_drafted(sequences) if sequences else [])
+
+  def _decode_alone(self, sequence: Sequence) -> list[Event]:
+    """One token by the programs of prefill, the only ones without drafts in a drafting engine."""
+    logits = self._forward([(sequence, 1)], 1, self.sizes.prefill_buckets[0])
+    sequence.computed += 1
+    return self._draw(logits, [sequence])
+
+  def _decode_drafted(self, sequences: list[Sequence]) -> list[Event]:
     rows = bucket(len(sequences), self.sizes.batch_buckets)
     penalty = any(s.request.has_penalty for s in sequences)
     verified = jax.device_get(self._speculate(sequences, rows, None, penalty))
@@ -350,11 +363,15 @@ class Engine:
   def _draw(self, logits: jax.Array, sequences: list[Sequence]) -> list[Event]:
     """Draws the next token of each sequence, whose logits are the first rows of `logits` [B, V]."""
     penalty = any(s.request.has_penalty for s in sequences)
-    drawn = jax.device_get(self._sample(logits, sequences, penalty))
-    return [
-      self._advance(s, int(t), float(p), float(raw))
-      for s, t, p, raw in zip(sequences, *drawn, strict=False)
-    ]
+    wanted = any(s.request.top_logprobs for s in sequences)
+    top = self._programs.top_logprobs(logits) if wanted else ()
+    drawn, top = jax.device_get((self._sample(logits, sequences, penalty), top))
+    events = []
+    for row, (s, t, p, raw) in enumerate(zip(sequences, *drawn, strict=False)):
+      best = (column[row, : s.request.top_logprobs].tolist() for column in top)
+      event = self._advance(s, int(t), float(p), float(raw))
+      events.append(dataclasses.replace(event, top_logprobs=tuple(zip(*best, strict=True))))
+    return events
 
   def _advance(self, sequence: Sequence, token: int, logprob: float, raw: float) -> Event:
     sequence.append(token, logprob, raw, self.version)

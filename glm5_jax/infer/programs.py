@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from glm5_jax.config import ModelConfig
 from glm5_jax.infer import cache, sampling, speculative
 from glm5_jax.infer.cache import pages_for
+from glm5_jax.infer.request import MAX_TOP_LOGPROBS
 from glm5_jax.modules.attention import PagedCache
 from glm5_jax.modules.model import forward, unembed
 
@@ -148,6 +149,7 @@ class Programs:
   forward: Callable[..., Any]
   speculate: Callable[..., Any]
   sample: Callable[..., sampling.Drawn]
+  top_logprobs: Callable[..., Any]
   copy_page: Callable[..., Any]
 
 
@@ -167,5 +169,6 @@ def programs(
       functools.partial(_speculate, config=config, steps=draft_steps), donate_argnames=pool
     ),
     sample=jit(functools.partial(sampling.sample)),
+    top_logprobs=jit(functools.partial(sampling.top_logprobs, count=MAX_TOP_LOGPROBS)),
     copy_page=jit(functools.partial(cache.copy_page), donate_argnames=pool),
   )

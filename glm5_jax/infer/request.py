@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 _MAX_SEED = 1 << 64
+MAX_TOP_LOGPROBS = 20
 
 
 class RequestError(ValueError):
@@ -37,6 +38,8 @@ class Request:
     stop_ids: ids that end generation, besides those of the model's config; they are part of the output.
     stop_strings: texts that end generation; the output's text is cut before them, its ids are not.
     ignore_eos: go on after the config's ids; those of the request still count.
+    top_logprobs: how many of the most probable tokens each event names; 0..MAX_TOP_LOGPROBS. Such a
+      request decodes without drafts.
   """
 
   prompt_ids: Sequence[int]
@@ -52,6 +55,7 @@ class Request:
   stop_ids: Sequence[int] = ()
   stop_strings: Sequence[str] = ()
   ignore_eos: bool = False
+  top_logprobs: int = 0
 
   @property
   def has_penalty(self) -> bool:
@@ -100,7 +104,11 @@ def check(request: Request, vocab_size: int, max_length: int, has_tokenizer: boo
     ('presence_penalty', r.presence_penalty, True, 'a number'),
     ('seed', r.seed, 0 <= r.seed < _MAX_SEED, 'within 0..2^64 - 1'),
     ('samples', r.samples, r.samples >= 1, 'at least 1'),
-  )
+    (
+      'top_logprobs', r.top_logprobs, 0 <= r.top_logprobs <= MAX_TOP_LOGPROBS,
+      f'within 0..{MAX_TOP_LOGPROBS}',
+    ),
+  )  # fmt: skip
   for name, value, fits, expected in bounds:
     if not fits or not math.isfinite(value):
       raise RequestError(f'{name} must be {expected}, not {value}')
@@ -156,6 +164,8 @@ class Event:
   version: int
   text: str  # What the token added to the text; may come later, while a character is incomplete.
   output: Output | None = None
+  # (id, nats) of the request's top_logprobs most probable tokens by softmax(logits), best first.
+  top_logprobs: tuple[tuple[int, float], ...] = ()
 
   @property
   def finished(self) -> bool:

@@ -124,6 +124,21 @@ def sample(logits: jax.Array, settings: Settings, seen: jax.Array | None = None)
     )
 
 
+def top_logprobs(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The most probable tokens of softmax(logits), best first, ties by the lower id.
+
+  Args:
+    logits: [B, V], as the model gave them.
+    count: K; static.
+
+  Returns:
+    Ids [B, K] int32 and their log-probabilities [B, K] float32 in nats; V of them where V < K.
+  """
+  logits = logits.astype(jnp.float32)
+  _, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+  return ids, jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), ids, axis=-1)
+
+
 def stack(rows: Sequence[tuple], size: int) -> Settings:
   """Settings of `rows`, each (temperature, top_k, ..., position) of host values, padded to `size`."""
   floats, integers = np.float32, np.int32
