@@ -164,7 +164,10 @@ def _call(block: Sequence[_Item], tools: Sequence[Mapping[str, Any]] | None) -> 
       return f'argument {key!r} of {name!r} has no <arg_value>'
     if key in arguments:
       return f'argument {key!r} of {name!r} is given twice'
-    arguments[key] = _value(value, schema.get(key) or {})
+    try:
+      arguments[key] = _value(value, schema.get(key) or {})
+    except RecursionError:
+      return f'argument {key!r} of {name!r} is nested too deeply'
   return ToolCall(name, arguments)
 
 

@@ -296,11 +296,7 @@ class ChatReader:
 
   def _end_call(self) -> dict[str, Any]:
     tokens, self._call = self._call or [], None
-    try:
-      reply = chat_parse.parse(tokens, self._tokenizer, thinking=False, tools=self._tools)
-    except RecursionError:
-      self.errors.append('the arguments of a call are nested too deeply')
-      return {}
+    reply = chat_parse.parse(tokens, self._tokenizer, thinking=False, tools=self._tools)
     self.errors += reply.failures
     calls = []
     for call in reply.calls:

@@ -47,7 +47,11 @@ def indexer_kl(q, latents, lse, index_q, index_weights, index_k, indices, scale)
     x = jnp.pad(x, padding, constant_values=fill)
     return jnp.moveaxis(x.reshape(batch, steps, step, *x.shape[2:]), 1, 0)
 
-  one_step = jax.checkpoint(lambda x: _kl(*x, latents, index_k, scale))
-  per_query = (split(q), split(lse), split(index_q), split(index_weights), split(indices, -1))
-  kl = lax.map(one_step, per_query)
+  @jax.checkpoint
+  def one_step(queries):
+    q, lse, index_q, index_weights, indices = queries
+    return _kl(q, lse, index_q, index_weights, indices, latents, index_k, scale)
+
+  queries = (split(q), split(lse), split(index_q), split(index_weights), split(indices, -1))
+  kl = lax.map(one_step, queries)
   return jnp.moveaxis(kl, 0, 1).reshape(batch, -1)[:, :time]

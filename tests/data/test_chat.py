@@ -223,6 +223,10 @@ def test_parsing():
       '<tool_call>add' + '<arg_key>a</arg_key><arg_value>1</arg_value>' * 2 + '</tool_call>',
       'given twice',
     ),
+    (
+      f'<tool_call>add<arg_key>a</arg_key><arg_value>{"[" * 100_000}</arg_value></tool_call>',
+      'nested too deeply',
+    ),
   ],
 )
 def test_malformed_calls_are_called_so(text, failure):
