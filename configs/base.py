@@ -19,7 +19,8 @@ MODEL_FIELDS = dict(
   num_nextn_predict_layers=int, index_share_for_mtp_iteration=bool, rms_norm_eps=float,
   initializer_range=float, eos_token_id=tuple, pad_token_id=int, latent_norm_eps=float,
   index_norm_eps=float, sparse_attention=bool, dtype=str, param_dtype=str, remat=str,
-  scan_unroll=int, attention_chunk_elements=int,
+  scan_unroll=int, expert_matmul=str, expert_capacity=float, expert_overflow=str,
+  attention_chunk_elements=int,
 )  # fmt: skip
 
 
@@ -44,6 +45,15 @@ def base() -> ConfigDict:
   c.seed = 0  # Of the initial parameters; data.seed is that of the data order.
 
   c.model = model('nano')
+
+  # Devices along each axis (glm5_jax/sharding.py); one may be -1, what the others leave. All 1: one
+  # device.
+  c.mesh = ConfigDict()
+  c.mesh.data = 1  # Rows of the batch.
+  c.mesh.fsdp = 1  # Rows, and parameters with their gradients and optimizer state.
+  c.mesh.expert = 1  # Rows, and experts.
+  c.mesh.context = 1  # The sequence.
+  c.mesh.tensor = 1  # Heads, feed-forward width, vocabulary.
 
   # See glm5_jax/data/config.py for all choices. A config for a mixture replaces `sources` by a tuple of
   # such dicts (`del c.data.sources` first); the command line can change a single one by its keys.
@@ -123,6 +133,7 @@ def base() -> ConfigDict:
   # Gradual sparsity: sparse attention keeps all keys at first and model.index_topk after these steps.
   c.train.topk_anneal_steps = 0
   c.train.z_loss = 0.0
+  c.train.kernels = 'reference'  # Of sparse attention; 'pallas' on TPUs.
   c.train.max_consecutive_skips = 10  # Stop after this many non-finite steps in a row.
 
   c.eval = ConfigDict()

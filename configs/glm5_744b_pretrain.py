@@ -22,7 +22,11 @@ def get_config():
     dtype='bfloat16',  # Our choice, as is all of this block: the paper gives no precisions.
     param_dtype='float32',
     remat='block',
+    expert_matmul='ragged_dot',
+    expert_capacity=2.0,  # Of what a device receives at an even load.
   )
+  c.mesh.fsdp = -1  # docs/scale.md. Whatever number of chips divides a micro-batch's 1,024 rows.
+  c.mesh.expert = 8
 
   # The paper has 18T tokens of a general corpus, then 9T of code and reasoning. Our choice is both at
   # once in that ratio, since one run has one mixture here. Paths are placeholders.

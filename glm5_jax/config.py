@@ -110,6 +110,13 @@ class ModelConfig:
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   remat: Literal['none', 'block'] = 'none'
   scan_unroll: int = 1  # Layers per iteration of the scan over a stack.
+  # How experts multiply, see ops/dispatch.py. 'ragged_dot' is for TPUs: elsewhere it computes all.
+  expert_matmul: Literal['blocks', 'ragged_dot'] = 'blocks'
+  # Experts on several devices (ops/expert_parallel.py): rows that one can receive, as a multiple of an
+  # even load; 0 has room for every possible load. What does not fit makes the step invalid and ends the
+  # run ('error') or is left out of the sum over experts, and counted ('drop').
+  expert_capacity: float = 0.0
+  expert_overflow: Literal['error', 'drop'] = 'error'
   # Attention works on query chunks so that no score tensor exceeds this many elements.
   attention_chunk_elements: int = 1 << 26
 
@@ -390,6 +397,10 @@ def _validate(c: ModelConfig) -> None:
     c.n_group == 1 or (group >= 2 and c.topk_group * group >= c.num_experts_per_tok),
     f'topk_group={c.topk_group} groups of {group} experts cannot provide'
     f' num_experts_per_tok={c.num_experts_per_tok}; a group needs at least 2',
+  )
+  check(
+    c.expert_capacity == 0 or c.expert_capacity >= 1,
+    f'expert_capacity={c.expert_capacity} must be 0 (every possible load) or at least 1 (an even one)',
   )
   check(c.index_topk >= 1, f'index_topk={c.index_topk} must be at least 1')
   check(

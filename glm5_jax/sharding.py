@@ -1,8 +1,9 @@
 """Meshes, and the one table that says how every parameter is sharded.
 
-Axes of a mesh: `data` and `fsdp` split the batch, `fsdp` also the parameters; `expert` splits the
-experts, `context` the sequence, `tensor` heads, feed-forward width and vocabulary. All axes always
-exist; one of size 1 costs nothing.
+Axes of a mesh: `data`, `fsdp` and `expert` split the batch, `context` splits the sequence, `tensor`
+heads, feed-forward width and vocabulary. `fsdp` and `context` together also split the parameters,
+and `expert` the experts. All axes always exist; one of size 1 costs nothing. What the devices send
+each other in a step is in ops/collectives.py.
 """
 
 import math
@@ -11,10 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 P = PartitionSpec
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
+# Devices along these hold different rows. Experts are no reason to compute attention twice, so the
+# devices that divide the experts divide the rows as well.
+BATCH_AXES = ('data', 'fsdp', 'expert')
+# Long rows are few, so the devices that divide them have to divide the parameters too: 'fsdp' in
+# the table below stands for both.
+FSDP_AXES = ('fsdp', 'context')
+BATCH = P(BATCH_AXES, 'context')  # B T, of everything a step reads.
 
 # Path (a full match after any number of parents) -> spec of the array without its stacking axis.
 # The dimensions are those of the shape glossary. Norms and biases are small: replicated.
@@ -43,7 +52,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
   """A mesh with all of AXES and Explicit axis types.
 
   Args:
-    shape: axis name -> size; axes left out have size 1.
+    shape: axis name -> size; axes left out have size 1, and one may be -1: what the others leave.
     devices: defaults to `jax.devices()`; the sizes must multiply to their number.
 
   Raises:
@@ -54,6 +63,8 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     raise ValueError(f'unknown mesh axes {unknown}; the axes are {list(AXES)}')
   devices = jax.devices() if devices is None else list(devices)
   sizes = tuple(shape.get(axis, 1) for axis in AXES)
+  if sizes.count(-1) == 1:
+    sizes = tuple(len(devices) // -math.prod(sizes) if n == -1 else n for n in sizes)
   if min(sizes) < 1 or math.prod(sizes) != len(devices):
     raise ValueError(
       f'mesh {dict(zip(AXES, sizes, strict=True))} is for {math.prod(sizes)} devices;'
@@ -62,26 +73,43 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
 
 
-def param_spec(path: str, ndim: int) -> PartitionSpec:
-  """The spec of the parameter at `path` ('moe/block0/attn/w_uq') with `ndim` axes.
+def layer_spec(path: str) -> PartitionSpec:
+  """The spec of the parameter at `path` ('moe/block0/attn/w_uq') within one layer, not stacked.
 
   Raises:
-    ValueError: if no rule names the path, or the rule is for another number of axes.
+    ValueError: if no rule names the path.
   """
   for pattern, spec in _RULES:
     if re.fullmatch(rf'(.*/)?{pattern}', path):
-      spec = spec if path in _UNSTACKED else P(None, *spec)
-      if len(spec) != ndim:
-        raise ValueError(f'parameter {path} has {ndim} axes, its sharding rule has {len(spec)}')
       return spec
   raise ValueError(f'no sharding rule matches the parameter {path}; add one to sharding.py')
 
 
-def param_specs(tree: Mapping[str, Any]) -> dict[str, Any]:
-  """A tree of arrays (or of `jax.ShapeDtypeStruct`) -> the tree of their PartitionSpecs."""
+def param_spec(path: str, ndim: int) -> PartitionSpec:
+  """The spec of the parameter at `path`, with `ndim` axes, of which the first counts layers.
+
+  Raises:
+    ValueError: if no rule names the path, or the rule is for another number of axes.
+  """
+  spec = layer_spec(path)
+  spec = spec if path in _UNSTACKED else P(None, *spec)
+  if len(spec) != ndim:
+    raise ValueError(f'parameter {path} has {ndim} axes, its sharding rule has {len(spec)}')
+  return spec
+
+
+def param_specs(tree: Mapping[str, Any], mesh: Mesh | None = None) -> dict[str, Any]:
+  """A tree of arrays (or `jax.ShapeDtypeStruct`s) -> the tree of their PartitionSpecs on `mesh`."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: param_spec(_join(path), len(leaf.shape)), tree
+    lambda path, leaf: _on(mesh, param_spec(_join(path), len(leaf.shape))), tree
   )
+
+
+def _on(mesh: Mesh | None, spec: PartitionSpec) -> PartitionSpec:
+  """A spec of the table on a mesh."""
+  if mesh is None or mesh.shape['context'] == 1:
+    return spec
+  return P(*(FSDP_AXES if axis == 'fsdp' else axis for axis in spec))
 
 
 def param_shardings(tree: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -93,12 +121,13 @@ def param_shardings(tree: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
 
   def sharding(path, leaf):
     name = _join(path)
-    spec = param_spec(name, len(leaf.shape))
-    for i, axis in enumerate(spec):
-      if axis is not None and leaf.shape[i] % mesh.shape[axis]:
+    spec = _on(mesh, param_spec(name, len(leaf.shape)))
+    for i, axes in enumerate(spec):
+      size = math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+      if leaf.shape[i] % size:
         raise ValueError(
           f'parameter {name} {list(leaf.shape)}: dimension {i} ({leaf.shape[i]}) does not divide by'
-          f' the mesh axis {axis!r} of size {mesh.shape[axis]}'
+          f' the mesh axis {axes!r} of size {size}'
         )
     return NamedSharding(mesh, spec)
 
@@ -117,6 +146,53 @@ def abstract_params(tree: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
 def shard_params(params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
   """The parameters on the mesh's devices, laid out by the table."""
   return jax.device_put(params, param_shardings(params, mesh))
+
+
+def state_specs(state: Any, mesh: Mesh) -> Any:
+  """A training state -> the tree of its PartitionSpecs: what is made like a parameter lies like it.
+
+  A parameter's path ends that of its optimizer state, and everything else is small: replicated.
+  """
+
+  def spec(path, leaf):
+    names: list[str] = []
+    for key in reversed(path):  # A state is nested tuples and dataclasses; parameters are dicts.
+      if not isinstance(key, jax.tree_util.DictKey):
+        break
+      names.insert(0, str(key.key))
+    return _on(mesh, param_spec('/'.join(names), len(leaf.shape))) if names else P()
+
+  return jax.tree_util.tree_map_with_path(spec, state)
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+  """A tree of PartitionSpecs -> the tree of their NamedShardings."""
+  return jax.tree.map(
+    lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+  )
+
+
+def place_batch(
+  batch: Mapping[str, Any], mesh: Mesh, micro_batches: int = 1
+) -> dict[str, jax.Array]:
+  """A batch on the mesh: arrays [B, T] split by rows and over the sequence, scalars everywhere.
+
+  Rows are dealt so that micro-batch i of a step, which takes the i-th part of the rows of every
+  device, has the same rows as without a mesh; empty ones (segment 0) fill up a batch that does not
+  divide. Every process is given the whole batch.
+  """
+  count = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+  def place(x):
+    x = np.asarray(x)
+    if not x.ndim:
+      return jax.device_put(x, NamedSharding(mesh, P()))
+    x = np.pad(x, [(0, -len(x) % (micro_batches * count))] + [(0, 0)] * (x.ndim - 1))
+    # [micro-batch, device, row] -> [device, micro-batch, row]
+    dealt = x.reshape(micro_batches, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, BATCH), dealt.__getitem__)
+
+  return {name: place(x) for name, x in batch.items()}
 
 
 def _join(path) -> str:

@@ -1,5 +1,6 @@
 """Attention modules: MLA with its lightning indexer, and GQA for the ablation of Table 1."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.modules.params import declare, ones
-from glm5_jax.ops import gqa, indexer, mla, sparse_attention
+from glm5_jax.ops import collectives, gqa, indexer, mla, sparse_attention
 from glm5_jax.shapes import Keys
 
 
@@ -87,9 +88,12 @@ Cache = dict[str, jax.Array] | None
 
 
 def _append(cache: Cache, name: str, new: jax.Array, offset) -> jax.Array:
-  """All keys seen so far: the layer's cache with `new` [B, T, ...] written at slot `offset`."""
+  """All keys seen so far: the layer's cache with `new` [B, T, ...] written at slot `offset`.
+
+  Without a cache, those of the whole sequence, of which `new` may be a device's part.
+  """
   if cache is None:
-    return new
+    return collectives.gather_sequence(new)
   start = (0, offset) + (0,) * (new.ndim - 2)
   return jax.lax.dynamic_update_slice(cache[name], new.astype(cache[name].dtype), start)
 
@@ -140,6 +144,7 @@ class MLA(nn.Module):
   indexer: str
   request: sparse_attention.Request
   form: sparse_attention.Form | None
+  attend: Callable[..., Any]
 
   @nn.compact
   def __call__(self, x, selection, ctx: Context, cache: Cache):
@@ -169,7 +174,7 @@ class MLA(nn.Module):
         else:
           new_cache['k_index'] = index_k = _append(cache, 'k_index', index_k, ctx.offset)
       index = sparse_attention.Index(index_queries, index_k)
-    out, aux = sparse_attention.attend(
+    out, aux = self.attend(
       p, q, latents, ctx.keys, index, positions, c, self.request, self.form, ctx.topk
     )
     if self.request.selection:

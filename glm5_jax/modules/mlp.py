@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.modules.params import declare
-from glm5_jax.ops import dispatch, router
+from glm5_jax.modules.params import declare, weight
+from glm5_jax.ops import collectives, dispatch, expert_parallel, router
 
 
 class SwiGLU(nn.Module):
@@ -35,22 +35,30 @@ class Router(nn.Module):
   def __call__(self, x_TD: jax.Array) -> router.Routing:
     c = self.config
     normal = nn.initializers.normal(c.initializer_range)
-    w = self.param('w', normal, (c.hidden_size, c.n_routed_experts), jnp.float32)
+    w = weight(self, 'w', normal, (c.hidden_size, c.n_routed_experts), jnp.float32)
     bias = self.param('bias', nn.initializers.zeros, (c.n_routed_experts,), jnp.float32)
     return router.route(x_TD, w, bias, c)
 
 
 class Experts(nn.Module):
-  """The routed experts' weights, stacked on a leading expert axis."""
+  """The routed experts' weights, stacked on a leading expert axis.
+
+  Returns their output and, where several devices divide them, how many pairs these had no room for.
+  """
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_TD: jax.Array, routing: router.Routing) -> jax.Array:
+  def __call__(
+    self, x_TD: jax.Array, routing: router.Routing
+  ) -> tuple[jax.Array, jax.Array | None]:
     c = self.config
     e, d, f = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
     p = declare(self, c, w_gate=(e, d, f), w_up=(e, d, f), w_down=(e, f, d))
-    return dispatch.expert_ffn(x_TD, routing, p['w_gate'], p['w_up'], p['w_down'])
+    weights = p['w_gate'], p['w_up'], p['w_down']
+    if collectives.present('expert'):
+      return expert_parallel.expert_ffn(x_TD, routing, *weights, c)
+    return dispatch.expert_ffn(x_TD, routing, *weights, c.expert_matmul), None
 
 
 class MoE(nn.Module):
@@ -67,13 +75,16 @@ class MoE(nn.Module):
     x_TD, valid = x.reshape(-1, c.hidden_size), valid.reshape(-1)
     with jax.named_scope('router'):
       routing = Router(c, name='router')(x_TD)
-    y = Experts(c, name='experts')(x_TD, routing).reshape(x.shape)
+    y, dropped = Experts(c, name='experts')(x_TD, routing)
+    y = y.reshape(x.shape)
     if c.n_shared_experts:
       y = y + SwiGLU(c, c.moe_intermediate_size * c.n_shared_experts, name='shared')(x)
     aux = {
       'load': router.load(routing, valid, c.n_routed_experts),
       'balance_loss': router.balance_loss(routing, valid, batch, c),
     }
+    if dropped is not None:
+      aux['dropped'] = dropped
     if self.capture:
       aux |= {
         'router_logits': routing.logits, 'router_experts': routing.experts,

@@ -14,8 +14,8 @@ from glm5_jax.config import BlockSpec, ModelConfig, Stack
 from glm5_jax.modules import mtp
 from glm5_jax.modules.attention import Context, PagedCache
 from glm5_jax.modules.block import Block, Options
-from glm5_jax.modules.params import declare, ones
-from glm5_jax.ops import indexer, norm, rope, sparse_attention
+from glm5_jax.modules.params import declare, ones, rematerialised, weight
+from glm5_jax.ops import collectives, indexer, norm, rope, sparse_attention
 from glm5_jax.shapes import Keys
 
 Params = dict[str, Any]
@@ -60,12 +60,10 @@ class Unit(nn.Module):
 
 def _scanned(config: ModelConfig, stack: Stack, options: Options):
   """The module that runs a stack: a scan over its repeats, rematerialised if the config says so."""
-  unit = Unit
-  if config.remat == 'block':
-    unit = nn.remat(Unit, prevent_cse=False)
   scan = nn.scan(
-    unit, variable_axes={'params': 0}, split_rngs={'params': True}, in_axes=(0, nn.broadcast),
-    out_axes=0, length=stack.repeats, unroll=min(config.scan_unroll, stack.repeats),
+    rematerialised(Unit, config), variable_axes={'params': 0}, split_rngs={'params': True},
+    in_axes=(0, nn.broadcast), out_axes=0, length=stack.repeats,
+    unroll=min(config.scan_unroll, stack.repeats),
   )  # fmt: skip
   return scan(config, stack.blocks, options, name=stack.name)
 
@@ -76,7 +74,8 @@ def _nothing_shared(c: ModelConfig, batch: int, time: int, options: Options):
   if options.indexer_loss:
     q = jnp.zeros((batch, time, c.index_n_heads, c.index_head_dim), c.dtype)
     queries = indexer.Queries(q, jnp.zeros((batch, time, c.index_n_heads), jnp.float32))
-    index = sparse_attention.Index(queries, jnp.zeros((batch, time, c.index_head_dim), c.dtype))
+    keys = time * collectives.size('context')
+    index = sparse_attention.Index(queries, jnp.zeros((batch, keys, c.index_head_dim), c.dtype))
   positions = jnp.full((batch, time, c.index_topk), -1, jnp.int32)
   return sparse_attention.Shared(positions, index)
 
@@ -98,13 +97,13 @@ class GLM5(nn.Module):
     c = self.config
     batch, time = tokens.shape
     paged = cache if isinstance(cache, PagedCache) else None
-    offset: Any = 0
+    offset: Any = collectives.first_slot(time)
     if paged is not None:
       # Keys after a row's own are not visible to it by their slot.
       offset, k_segment = paged.length[:, None], jnp.ones((batch, paged.slots), jnp.int32)
       cache = _layer_numbers(c)
     elif cache is None:
-      k_segment = segments
+      k_segment = collectives.gather_sequence(segments)
     else:
       offset = cache['length']
       k_segment = jax.lax.dynamic_update_slice(cache['segments'], segments, (0, offset))
@@ -114,9 +113,10 @@ class GLM5(nn.Module):
     cos, sin = rope.angles(positions, rope.frequencies(c))
     ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset, topk, paged)
 
-    embed = declare(self, c, embed=(c.vocab_size, c.hidden_size))['embed']
+    normal = nn.initializers.normal(c.initializer_range)
+    embed = weight(self, 'embed', normal, (c.vocab_size, c.hidden_size), c.param_dtype)
     with jax.named_scope('embed'):
-      embedded = jnp.take(embed, tokens, axis=0).astype(c.dtype)
+      embedded = _embed(embed, tokens).astype(c.dtype)
     x, aux = embedded, {}
     new_cache: Any = {}
     # Row k of the selection is only read by shared layers, which always follow a full one.
@@ -146,6 +146,16 @@ class GLM5(nn.Module):
     elif cache is not None:
       new_cache |= {'segments': k_segment, 'length': offset + time}
     return Output(hidden, mtp_hidden, aux, None if cache is None else new_cache)
+
+
+def _embed(embed: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Rows of the embedding, of which a device may have a part."""
+  if not collectives.present('tensor'):
+    return jnp.take(embed, tokens, axis=0)
+  row = tokens - jax.lax.axis_index('tensor') * len(embed)
+  here = (row >= 0) & (row < len(embed))
+  found = jnp.take(embed, jnp.where(here, row, 0), axis=0)
+  return collectives.psum(jnp.where(here[..., None], found, 0), 'tensor')
 
 
 def _layer_numbers(config: ModelConfig) -> dict[str, Any]:

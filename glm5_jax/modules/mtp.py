@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from glm5_jax.config import BlockSpec, ModelConfig
 from glm5_jax.modules.attention import Context
 from glm5_jax.modules.block import Block, Options
-from glm5_jax.modules.params import declare, ones
-from glm5_jax.ops import norm
+from glm5_jax.modules.params import declare, ones, rematerialised
+from glm5_jax.ops import collectives, norm
 
 
 class MTPLayer(nn.Module):
@@ -49,10 +49,10 @@ def scanned(config: ModelConfig, options: Options, name: str) -> nn.Module:
   Called with [rounds, layers, B, T, D] embeddings it runs all layers one after another in each round;
   the rounds share the parameters.
   """
-  layer = nn.remat(MTPLayer, prevent_cse=False) if config.remat == 'block' else MTPLayer
   in_axes = (0, nn.broadcast, nn.broadcast)
   one_round = nn.scan(
-    layer, variable_axes={'params': 0}, split_rngs={'params': True}, in_axes=in_axes, out_axes=0,
+    rematerialised(MTPLayer, config), variable_axes={'params': 0}, split_rngs={'params': True},
+    in_axes=in_axes, out_axes=0,
     length=config.num_nextn_predict_layers,
   )  # fmt: skip
   rounds = nn.scan(
@@ -99,6 +99,9 @@ def predict(layers: nn.Module, hidden: jax.Array, embedded: jax.Array, ctx: Cont
 
 
 def _shift(x: jax.Array, by: int) -> jax.Array:
-  """x[:, t + by] at t; zeros past the end."""
+  """x[:, t + by] at t; zeros past the end of the row, of which `x` may be a device's part."""
   by = min(by, x.shape[1])
+  following = collectives.from_next(x[:, :by])
+  if following is not None:
+    return jnp.concatenate([x[:, by:], following], axis=1)
   return jnp.pad(x[:, by:], ((0, 0), (0, by), (0, 0)))

@@ -1,21 +1,52 @@
-"""Parameter declaration shared by the modules."""
+"""Parameter declaration shared by the modules.
+
+A module declares whole parameters and computes with what `weight` returns. In the program of one
+device of a mesh (ops/collectives.py) that is the device's shard, whole again along `fsdp`.
+"""
+
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.ops import collectives
+from glm5_jax.sharding import FSDP_AXES
+
+
+def weight(
+  module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any, sent: Any = None
+) -> jax.Array:
+  """Declares one parameter of `dtype`; between devices it travels as `sent`, or as it is."""
+  path = '/'.join((*module.path, name))
+  shard = module.param(name, init, collectives.shard_shape(path, shape), jnp.dtype(dtype))
+  return collectives.gather_weight(path, shard, sent)
 
 
 def declare(
   module: nn.Module, config: ModelConfig, **shapes: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-  """Declares matrices ~ N(0, initializer_range), the initialisation of the reference model."""
+  """Declares matrices ~ N(0, initializer_range), the initialisation of the reference model.
+
+  They travel as config.dtype, in which all of them are used.
+  """
   normal = nn.initializers.normal(config.initializer_range)
-  dtype = jnp.dtype(config.param_dtype)
-  return {name: module.param(name, normal, shape, dtype) for name, shape in shapes.items()}
+  return {
+    name: weight(module, name, normal, shape, config.param_dtype, config.dtype)
+    for name, shape in shapes.items()
+  }
 
 
 def ones(module: nn.Module, config: ModelConfig, name: str, dim: int) -> jax.Array:
   """A norm scale."""
   return module.param(name, nn.initializers.ones, (dim,), jnp.dtype(config.param_dtype))
+
+
+def rematerialised(module: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
+  """The module as config.remat asks: what its backward pass recomputes."""
+  if config.remat == 'block':
+    return nn.remat(module, prevent_cse=False)
+  if collectives.present(*FSDP_AXES):
+    return nn.remat(module, prevent_cse=False, policy=collectives.remat_policy())
+  return module

@@ -1,16 +1,28 @@
 """Dropless mixture-of-experts computation: only the chosen experts, any load.
 
-Token-expert pairs are grouped by expert and laid out in fixed-size blocks, each belonging to one expert; an expert
-with n tokens owns ceil(n / block) blocks. The number of blocks is bounded statically by
-`rows / block + experts`, so shapes are static, no token is ever dropped, and the waste is at most one
-block an expert, whatever the load. One batched matmul per projection does the work.
+Token-expert pairs are grouped by expert, in one of two ways. 'blocks', for every backend: they are
+laid out in fixed-size blocks, each belonging to one expert; an expert with n tokens owns ceil(n /
+block) blocks. The number of blocks is bounded statically by `rows / block + experts`, so shapes are
+static, no token is ever dropped, and the waste is at most one block an expert, whatever the load.
+One batched matmul per projection does the work. 'ragged_dot', for TPUs: they are sorted by expert
+without gaps, and a grouped matmul takes the length of each group. (On a CPU ragged_dot computes
+every expert.)
+
+Experts that other devices have: ops/expert_parallel.py.
 """
+
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
+from glm5_jax.ops import collectives
 from glm5_jax.ops.cumsum import cumulative_count
 from glm5_jax.ops.router import Routing
+
+Matmul = Literal['blocks', 'ragged_dot']
 
 
 def block_layout(rows: int, num_experts: int) -> tuple[int, int]:
@@ -25,7 +37,7 @@ def block_layout(rows: int, num_experts: int) -> tuple[int, int]:
 
 
 @jax.custom_vjp
-def _take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
   """x[index], with zeros where index == len(x).
 
   `inverse` [len(x), r] lists where each row of `x` went (len(index) for nowhere), so that the
@@ -35,7 +47,7 @@ def _take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
 
 
 def _take_rows_fwd(x, index, inverse):
-  return _take_rows(x, index, inverse), inverse
+  return take_rows(x, index, inverse), inverse
 
 
 def _take_rows_bwd(inverse, g):
@@ -43,7 +55,7 @@ def _take_rows_bwd(inverse, g):
   return sum(g[inverse[:, r]] for r in range(inverse.shape[1])), None, None
 
 
-_take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
+take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
 
 
 @jax.custom_vjp
@@ -67,7 +79,12 @@ _block_matmul.defvjp(_block_matmul_fwd, _block_matmul_bwd)
 
 
 def expert_ffn(
-  x: jax.Array, routing: Routing, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
+  x: jax.Array,
+  routing: Routing,
+  w_gate: jax.Array,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  matmul: Matmul = 'blocks',
 ) -> jax.Array:
   """sum over the chosen experts e of weight_e * down_e(silu(gate_e x) * up_e x), as [T, D].
 
@@ -75,14 +92,50 @@ def expert_ffn(
     x: [T, D] tokens.
     routing: their experts and weights, [T, K] each.
     w_gate, w_up: [E, D, F]; w_down: [E, F, D].
+    matmul: how, see above.
   """
-  tokens, chosen = routing.experts.shape
+  y = pair_outputs(x, routing.experts, w_gate, w_up, w_down, matmul)
+  with jax.named_scope('combine'):
+    return combine(y, routing)
+
+
+def combine(y: jax.Array, routing: Routing) -> jax.Array:
+  """[T, D] from the outputs of every token-expert pair, [T * K, D]."""
+  y = y.reshape(*routing.experts.shape, -1)
+  return jnp.einsum('TKD,TK->TD', y, routing.weights.astype(y.dtype))
+
+
+def pair_outputs(
+  x: jax.Array,
+  experts: jax.Array,
+  w_gate: jax.Array,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  matmul: Matmul,
+  *,
+  nobody: bool = False,
+) -> jax.Array:
+  """What each chosen expert makes of each token, [T * K, D].
+
+  Args:
+    x: [T, D] tokens.
+    experts: [T, K] of each. With `nobody`, E stands for none; its output is zero.
+    w_gate, w_up, w_down, matmul: as in `expert_ffn`.
+    nobody: see `experts`.
+  """
+  grouped = _in_blocks if matmul == 'blocks' else _sorted
+  return grouped(x, experts, w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype),
+                 nobody)  # fmt: skip
+
+
+def _in_blocks(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
+  tokens, chosen = experts.shape
   rows, num_experts = tokens * chosen, w_gate.shape[0]
   block, num_blocks = block_layout(rows, num_experts)
   slots = num_blocks * block
 
   with jax.named_scope('dispatch'):
-    flat = routing.experts.reshape(-1)
+    flat = experts.reshape(-1)
     chosen_by = flat == jnp.arange(num_experts)[:, None]  # [E, rows]
     position = cumulative_count(chosen_by)
     counts = position[:, -1]
@@ -90,23 +143,87 @@ def expert_ffn(
     last_block = jnp.cumsum(blocks_of)
     first_slot = (last_block - blocks_of) * block
     slot_of_pair = jnp.sum(jnp.where(chosen_by, first_slot[:, None] + position - 1, 0), axis=0)
+    if nobody:
+      slot_of_pair = jnp.where(flat < num_experts, slot_of_pair, slots)
     pair_of_slot = (
       jnp.full(slots, rows, jnp.int32)
       .at[slot_of_pair]
-      .set(jnp.arange(rows, dtype=jnp.int32), unique_indices=True)
+      .set(jnp.arange(rows, dtype=jnp.int32), unique_indices=not nobody)
     )
     # Block i belongs to the first expert whose blocks end after it; unused blocks to the last one.
     expert_of_block = jnp.sum(last_block[:-1] <= jnp.arange(num_blocks)[:, None], axis=1)
     token_of_slot = jnp.where(pair_of_slot < rows, pair_of_slot // chosen, tokens)
-    x_blocks = _take_rows(x, token_of_slot, slot_of_pair.reshape(tokens, chosen))
+    x_blocks = take_rows(x, token_of_slot, slot_of_pair.reshape(tokens, chosen))
     x_blocks = x_blocks.reshape(num_blocks, block, -1)
 
   with jax.named_scope('experts'):
-    gate = _block_matmul(x_blocks, w_gate.astype(x.dtype), expert_of_block)
-    up = _block_matmul(x_blocks, w_up.astype(x.dtype), expert_of_block)
-    y = _block_matmul(jax.nn.silu(gate) * up, w_down.astype(x.dtype), expert_of_block)
+    gate = _block_matmul(x_blocks, w_gate, expert_of_block)
+    up = _block_matmul(x_blocks, w_up, expert_of_block)
+    y = _block_matmul(jax.nn.silu(gate) * up, w_down, expert_of_block)
 
   with jax.named_scope('combine'):
-    y = _take_rows(y.reshape(slots, -1), slot_of_pair, pair_of_slot[:, None])
-    y = y.reshape(tokens, chosen, -1)
-    return jnp.einsum('TKD,TK->TD', y, routing.weights.astype(y.dtype))
+    return take_rows(y.reshape(slots, -1), slot_of_pair, pair_of_slot[:, None])
+
+
+def _sorted(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
+  tokens, chosen = experts.shape
+  num_experts = w_gate.shape[0]
+  with jax.named_scope('dispatch'):
+    flat = experts.reshape(-1)
+    order, inverse, counts = by_expert(flat, num_experts)
+    x_sorted = take_rows(x, order // chosen, inverse.reshape(tokens, chosen))
+    # Beyond the last group a grouped matmul leaves what it likes.
+    used = (jnp.arange(tokens * chosen) < jnp.sum(counts))[:, None]
+    if nobody:
+      x_sorted = jnp.where(used, x_sorted, 0)
+
+  with jax.named_scope('experts'):
+    gate = _grouped_matmul(x_sorted, w_gate, counts)
+    up = _grouped_matmul(x_sorted, w_up, counts)
+    y = _grouped_matmul(jax.nn.silu(gate) * up, w_down, counts)
+    if nobody:
+      y = jnp.where(used, y, 0)
+
+  with jax.named_scope('combine'):
+    return take_rows(y, inverse, order[:, None])
+
+
+def by_expert(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Token-expert pairs [rows] in the order of their experts, equals as they come.
+
+  Returns the order, its inverse, and how many pairs each expert has, [E] int32. Those of nobody (E)
+  come last. By counting: TPUs take minutes to compile a sort.
+  """
+  chosen_by = flat == jnp.arange(num_experts + 1)[:, None]
+  position = cumulative_count(chosen_by)
+  counts = position[:, -1]
+  start = jnp.cumsum(counts) - counts
+  inverse = jnp.sum(jnp.where(chosen_by, start[:, None] + position - 1, 0), axis=0)
+  rows = jnp.arange(len(flat), dtype=jnp.int32)
+  order = jnp.zeros_like(rows).at[inverse].set(rows, unique_indices=True)
+  return order, inverse, counts[:-1]
+
+
+@jax.custom_vjp
+def _grouped_matmul(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+  """[rows, D] x [E, D, F] -> [rows, F], the first counts[0] rows with expert 0's weights etc."""
+  return jax.lax.ragged_dot(x, w, counts)
+
+
+def _grouped_matmul_fwd(x, w, counts):
+  return _grouped_matmul(x, w, counts), (x, w, counts)
+
+
+def _grouped_matmul_bwd(residuals, g):
+  x, w, counts = residuals
+  dx = jax.lax.ragged_dot(g, w.swapaxes(1, 2), counts)
+  if collectives.platform() == 'tpu':
+    # XLA has a kernel for the two products above, but would compute this one for every expert.
+    tiling = (math.gcd(len(x), 512), min(1024, x.shape[1]), min(1024, g.shape[1]))
+    dw = tgmm(x.swapaxes(0, 1), g, counts, w.dtype, tiling)
+  else:
+    (dw,) = jax.linear_transpose(lambda w: jax.lax.ragged_dot(x, w, counts), w)(g)
+  return dx, dw, None
+
+
+_grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)

@@ -104,5 +104,9 @@ def absorbed_output(p: Mapping[str, jax.Array], probs: jax.Array, latents: Laten
   """[B, T, N, Hv]: the probability-weighted latent of each head, then W_UV."""
   c = latents.c
   spec = 'BNTS,BSL->BTNL' if c.ndim == 3 else 'BNTK,BTKL->BTNL'
-  mixed = jnp.einsum(spec, probs.astype(c.dtype), c)
-  return jnp.einsum('BTNL,LNH->BTNH', mixed, p['w_uv'].astype(c.dtype))
+  return unabsorb(p, jnp.einsum(spec, probs.astype(c.dtype), c))
+
+
+def unabsorb(p: Mapping[str, jax.Array], mixed: jax.Array) -> jax.Array:
+  """W_UV of each head's mixture of latents [B, T, N, L]: [B, T, N, Hv]."""
+  return jnp.einsum('BTNL,LNH->BTNH', mixed, p['w_uv'].astype(mixed.dtype))

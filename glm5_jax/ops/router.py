@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.ops import collectives
+from glm5_jax.sharding import BATCH_AXES
 
 
 class Routing(NamedTuple):
@@ -52,6 +54,7 @@ def load(routing: Routing, valid: jax.Array, num_experts: int) -> jax.Array:
   """[E] float32: the share of the valid tokens' choices that each expert received; sums to 1."""
   hits = jnp.any(routing.experts[:, :, None] == jnp.arange(num_experts), axis=1)  # [T, E]
   counts = jnp.sum(hits & valid[:, None], axis=0, dtype=jnp.float32)
+  counts = collectives.psum(counts, *collectives.TOKEN_AXES)
   return counts / jnp.maximum(jnp.sum(counts), 1.0)
 
 
@@ -62,14 +65,18 @@ def balance_loss(routing: Routing, valid: jax.Array, batch: int, config: ModelCo
   sequence of e's normalised score. `valid` [batch * T] excludes padding.
   """
   num_experts = config.n_routed_experts
+
+  def over_sequence(x):
+    return collectives.psum(jnp.sum(x, axis=1), 'context')
+
   mask = valid.reshape(batch, -1, 1).astype(jnp.float32)
-  tokens = jnp.maximum(jnp.sum(mask, axis=1), 1.0)
+  tokens = jnp.maximum(over_sequence(mask), 1.0)
   hits = jnp.any(routing.experts[:, :, None] == jnp.arange(num_experts), axis=1)
   hits = hits.reshape(batch, -1, num_experts).astype(jnp.float32)
-  f = jnp.sum(hits * mask, axis=1) * num_experts / (config.num_experts_per_tok * tokens)
+  f = over_sequence(hits * mask) * num_experts / (config.num_experts_per_tok * tokens)
   scores = routing.scores / (jnp.sum(routing.scores, axis=-1, keepdims=True) + 1e-20)
-  p = jnp.sum(scores.reshape(batch, -1, num_experts) * mask, axis=1) / tokens
-  return jnp.mean(jnp.sum(f * p, axis=-1))
+  p = over_sequence(scores.reshape(batch, -1, num_experts) * mask) / tokens
+  return collectives.pmean(jnp.mean(jnp.sum(f * p, axis=-1)), *BATCH_AXES)
 
 
 def updated_bias(bias: jax.Array, load: jax.Array, rate: float | jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses import indexer_kl
-from glm5_jax.ops import chunks, indexer, mla, topk
+from glm5_jax.ops import chunks, collectives, indexer, mla, topk
 from glm5_jax.shapes import Keys
 
 Form = Literal['expanded', 'absorbed']
@@ -123,10 +123,11 @@ def attend(
         probs = mla.masked_softmax(logits, logits_mask[:, None])
         out = mla.absorbed_output(p, probs, rows)
     if request.kl and logits_scores is not None:
-      target = jnp.mean(probs, axis=1)
+      target = collectives.pmean(jnp.mean(probs, axis=1), 'tensor')
       aux['kl'] = indexer_kl.kl_per_query(logits_scores, target, logits_mask)
     if request.recall:
       dense = jnp.mean(mla.masked_softmax(logits, visible[:, None]), axis=1)
+      dense = collectives.pmean(dense, 'tensor')
       aux['recall'] = jnp.sum(jnp.where(selected, dense, 0.0), axis=-1)
     if request.selection:
       aux['selection'] = topk.mask_to_indices(selected, config.index_topk)

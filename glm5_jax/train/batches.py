@@ -10,7 +10,7 @@ follow from the step alone, so a resumed run goes on where it was.
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -108,13 +108,16 @@ class Fetched(NamedTuple):
   state_after: dict[str, Any]  # Of the iterator: where the next batch comes from.
 
 
-def prefetched(batches: TrainIterator, plan: Plan, step: int) -> Iterator[Fetched]:
+def prefetched(
+  batches: TrainIterator, plan: Plan, step: int, put: Callable[[Any], Any] = jax.device_put
+) -> Iterator[Fetched]:
   """The batches from `step` on, one transfer ahead. (Grain's thread makes them further ahead still.)
 
   Args:
     batches: at the position of `step`, with `plan.rows_per_read` rows each.
     plan: the sizes.
     step: the first step to make a batch for.
+    put: places a batch where the step wants it.
   """
   queue: deque[Fetched] = deque()
   for now in itertools.count(step):
@@ -130,7 +133,7 @@ def prefetched(batches: TrainIterator, plan: Plan, step: int) -> Iterator[Fetche
       tokens += int(np.count_nonzero(used))
       pairs = flops.Pairs(pairs.visible + new.visible, pairs.selected + new.selected)
     batch = _joined(parts, plan, now)
-    queue.append(Fetched(jax.device_put(batch), tokens, pairs, batches.get_state()))
+    queue.append(Fetched(put(batch), tokens, pairs, batches.get_state()))
     if len(queue) > 1:
       yield queue.popleft()
 

@@ -23,7 +23,7 @@ _MAY_DIFFER = frozenset({
   'rope_theta', 'rope_scaling', 'max_position_embeddings', 'sparse_attention', 'index_topk',
   'index_n_heads', 'index_head_dim', 'indexer_rope', 'index_norm_eps', 'initializer_range',
   'index_share_for_mtp_iteration', 'eos_token_id', 'pad_token_id', 'dtype', 'remat', 'scan_unroll',
-  'attention_chunk_elements',
+  'expert_matmul', 'expert_capacity', 'expert_overflow', 'attention_chunk_elements',
 })  # fmt: skip
 
 

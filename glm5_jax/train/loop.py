@@ -17,7 +17,6 @@ import jax
 
 from glm5_jax import config as model_configs
 from glm5_jax import data
-from glm5_jax.compile import jit_once
 from glm5_jax.modules.model import abstract_params, init_params
 from glm5_jax.train import flops, report, result, workdir
 from glm5_jax.train.batches import prefetched
@@ -25,8 +24,15 @@ from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.evaluate import evaluate
 from glm5_jax.train.handover import Handover, saved_tokenizer
 from glm5_jax.train.metrics import MetricsWriter, StepRecord
+from glm5_jax.train.placement import Placement
 from glm5_jax.train.prepare import ConfigError as ConfigError
-from glm5_jax.train.prepare import fit_to_tokenizer, plain, prepare, with_demonstrations
+from glm5_jax.train.prepare import (
+  fit_to_tokenizer,
+  plain,
+  prepare,
+  prepare_mesh,
+  with_demonstrations,
+)
 from glm5_jax.train.progress import ProgressLine
 from glm5_jax.train.stages import merge
 from glm5_jax.train.state import TrainState
@@ -43,14 +49,17 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     command: what a person typed, for the report.
 
   Returns:
-    Exit status: 0 finished or stopped on request, 1 stopped because numbers stopped being finite.
+    Exit status: 0 finished or stopped on request, 1 stopped because numbers stopped being finite or
+    a buffer was too small.
 
   Raises:
     ConfigError, DataError, WorkdirError, CheckpointError: with messages for people.
   """
   started = time.monotonic()
   # --- What to run: whatever a person can get wrong in it is found before anything is written ---
-  model, objective, (tx, schedule), data_config, plan = prepare(config)
+  model, objective, (tx, schedule), data_config, plan = parts = prepare(config)
+  mesh = prepare_mesh(config, parts)
+  place = Placement(mesh, plan.micro_batches)
   steps, keep = config['train']['steps'], config['checkpoint']
   path = pathlib.Path(folder).expanduser().absolute()
   checkpoints = Checkpoints(
@@ -83,31 +92,32 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     def init(params: Any) -> TrainState:
       return TrainState.create(params, tx, config['seed'], objective.stage)
 
-    abstract_state = jax.eval_shape(lambda: init(init_model()))
+    abstract_state = place.abstract(jax.eval_shape(lambda: init(init_model())))
     restored = checkpoints.restore(abstract_state) if checkpoints.steps() else None
     if restored:
       state, step = restored.state, restored.step
       batches.set_state(restored.data)
       print(f'resuming {path} from step {step}', flush=True)
     else:
-      params, step = jit_once(init_model)(), 0
+      params, step = place.make(init_model), 0
       if before:
-        number, taken = before.params(abstract_params(model))
+        number, taken = before.params(place.abstract(abstract_params(model)))
         params = merge(taken, params)
         print(f'starting from step {number} of {before.folder}', flush=True)
-      state = jit_once(init)(params)
+      state = place.make(init, params)
     best = checkpoints.best_value()
     print(f'model: {_describe(model, state.params)}; compiling', flush=True)
 
     # --- Compile, once: a compiled function, unlike a jitted one, cannot recompile ---
-    upcoming = prefetched(batches, plan, step)
+    upcoming = prefetched(batches, plan, step, place.batch)
     first = next(upcoming)
     clock = time.monotonic()
-    jitted = cast(jax.stages.Wrapped, make_train_step(model, objective, tx, schedule))
-    train_step = jitted.lower(state, first.arrays).compile()
+    jitted = cast(jax.stages.Wrapped, make_train_step(model, objective, tx, schedule, mesh))
+    with place.context():
+      train_step = jitted.lower(state, first.arrays).compile()
     compile_seconds = time.monotonic() - clock
-    eval_step = make_eval_step(model, objective)
-    mtp_fraction = objective.mtp_rows(first.arrays) / len(first.arrays['tokens'])
+    eval_step = place.eval_step(make_eval_step(model, objective, mesh=mesh))
+    mtp_fraction = objective.mtp_rows(place.rows(plan)) / place.rows(plan)
     upcoming = itertools.chain([first], upcoming)
 
     # --- The loop ---
@@ -131,6 +141,12 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
           record.evaluation(step, evaluation)
 
         # Stop?
+        if record.overflow and model.expert_overflow == 'error':
+          reason = (
+            f'a device had no room for {record.overflow} tokens of its experts, so numbers would be'
+            f' wrong: raise model.expert_capacity={model.expert_capacity:g} (0: room for every load)'
+          )
+          break
         if record.skips_in_a_row >= config['train']['max_consecutive_skips']:
           reason = f'{record.skips_in_a_row} steps in a row were not finite'
           break  # The last checkpoint is the last good one: keep it.
@@ -158,7 +174,8 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
       parameters=count_params(state.params),
     )  # fmt: skip
     if not stop:  # Whoever sent a signal is waiting: then leave out what takes long.
-      run = run.measured(state.params, evaluate(eval_step, state.params, held_out), held_out)
+      evaluation = evaluate(eval_step, state.params, held_out)
+      run = run.measured(state.params, evaluation, held_out, place)
     print(report.write(run), flush=True)
     result.write(run, minutes=(time.monotonic() - started) / 60)
     if reason:
@@ -168,7 +185,7 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
         + (f'Run the same command again to resume from step {saved[-1]}.' if saved else ''),
         flush=True,
       )
-  return 1 if 'not finite' in reason else 0
+  return 1 if 'not finite' in reason or 'no room' in reason else 0
 
 
 def _is_over(minutes: float | None, started: float) -> bool:

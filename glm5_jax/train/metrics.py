@@ -88,6 +88,7 @@ class StepRecord:
     self._clock = time.monotonic()
     self._seconds, self._tokens, self._work = 0.0, 0.0, 0
     self.skips_in_a_row = 0
+    self.overflow = 0  # Token-expert pairs for which the last step, if it was skipped, had no room.
 
   def add(self, step: int, metrics: Mapping[str, jax.Array], work: int) -> None:
     """Takes the metrics of a step (train/step.py) and its model FLOPs."""
@@ -112,6 +113,7 @@ class StepRecord:
     self._work += work
     self.skips_in_a_row = self.skips_in_a_row + 1 if m['skipped'] else 0
     self._skipped += int(m['skipped'])
+    self.overflow = int(m['skipped'] * m.get('dropped', 0))
     if m['skipped']:
       text = f'step {step}: loss {float(m["loss"]):.4g}, gradient norm {float(m["grad_norm"]):.4g}'
       self._progress.message(f'{text}: not finite, skipped ({self._skipped} so far)')

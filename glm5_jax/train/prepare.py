@@ -3,17 +3,22 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import optax
+from jax.sharding import Mesh
 
 from glm5_jax import config as model_configs
 from glm5_jax import data
 from glm5_jax.envs import catalogue
+from glm5_jax.modules.model import abstract_params
 from glm5_jax.optim.build import build
 from glm5_jax.optim.schedules import Schedule
-from glm5_jax.train import stages
+from glm5_jax.quant.int4 import Int4
+from glm5_jax.quant.training import quantised
+from glm5_jax.train import placement, stages
 from glm5_jax.train.batches import Plan
 from glm5_jax.train.step import Objective
 
@@ -64,7 +69,7 @@ def prepare(config: Mapping[str, Any]) -> Parts:
     parts = Parts(
       model,
       Objective.from_config(train, stage),
-      build(config['optim'], train['steps']),
+      _optimizer(config, model),
       data.DataConfig.from_mapping(config['data']),
       plan_of(config, model),
     )
@@ -72,6 +77,36 @@ def prepare(config: Mapping[str, Any]) -> Parts:
     raise ConfigError(str(e)) from e
   _check_stage(config, parts)
   return parts
+
+
+def _optimizer(
+  config: Mapping[str, Any], model: model_configs.ModelConfig
+) -> tuple[optax.GradientTransformation, Schedule]:
+  """What the `optim` section asks for, in INT4 where it has an `int4_group`."""
+  optim = config['optim']
+  tx, schedule = build(optim, config['train']['steps'])
+  if not optim.get('int4_group'):
+    return tx, schedule
+  int4 = Int4(optim['int4_group'], optim['int4_parameters'])
+  int4.check(abstract_params(model))
+  return quantised(tx, int4), schedule
+
+
+def prepare_mesh(
+  config: Mapping[str, Any], parts: Parts, devices: Sequence[jax.Device] | None = None
+) -> Mesh | None:
+  """The mesh of a run on `devices`, by default those that there are; None for a run on one device.
+
+  Raises:
+    ConfigError: there are not as many devices, or they cannot divide the run.
+  """
+  try:
+    mesh = placement.mesh_of(config['mesh'], devices)
+    if mesh:
+      placement.check(mesh, parts.model, parts.objective, parts.plan)
+  except ValueError as e:
+    raise ConfigError(str(e)) from e
+  return mesh
 
 
 def plan_of(config: Mapping[str, Any], model: model_configs.ModelConfig) -> Plan:

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.kernels import Implementation, attention
 from glm5_jax.losses import language_model
 from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import Output, forward
-from glm5_jax.ops import router
+from glm5_jax.ops import collectives, router
 from glm5_jax.optim.schedules import Schedule
+from glm5_jax.sharding import AXES, BATCH, param_specs
 from glm5_jax.train.stages import EVERYTHING, Stage, merge
 from glm5_jax.train.state import TrainState
 
@@ -52,10 +55,11 @@ class Objective:
   late_router_bias_rate: float = 0.0
   grad_accum: int = 1
   loss_chunk: int = 1024
+  kernels: Implementation = 'reference'  # Of sparse attention, see glm5_jax/kernels.py.
 
-  def mtp_rows(self, batch: Batch) -> int:
-    """How many rows of a (micro-)batch the MTP steps see."""
-    return max(1, round(batch['tokens'].shape[0] * self.mtp_fraction))
+  def mtp_rows(self, rows: int) -> int:
+    """How many of a (micro-)batch's rows the MTP steps see."""
+    return max(1, round(rows * self.mtp_fraction))
 
   def at(self, name: str, step: jax.Array) -> float | jax.Array:
     """`mtp_weight` or `router_bias_rate` at a step (0 is the first); traced if it ever changes."""
@@ -110,20 +114,45 @@ def loss_and_metrics(
   out = forward(
     params, batch['tokens'], config=config, positions=batch['positions'],
     segment_ids=batch['segment_ids'], prefix=batch.get('prefix'), mtp_steps=objective.mtp_steps,
-    logits=False, mtp_rows=objective.mtp_rows(batch), topk=numbers.topk,
-    options=Options(objective.indexer_loss),
+    logits=False, mtp_rows=objective.mtp_rows(len(batch['tokens'])), topk=numbers.topk,
+    options=Options(objective.indexer_loss, attend=attention(objective.kernels)),
   )  # fmt: skip
   loss: Any = 0.0
   metrics: Metrics = {}
   if objective.stage.main:
-    loss, metrics = _language_loss(params['lm_head'], out, batch, numbers, objective)
+    head = _whole_head(params, config)
+    loss, metrics = _language_loss(head, out, batch, numbers, objective)
   kl = _layer_aux(out, 'kl')
   if kl is not None:
     metrics['indexer_kl'] = jnp.mean(kl) * numbers.share
     loss += objective.indexer_loss_weight * jnp.sum(kl) * numbers.share
   metrics['loss'] = loss
+  dropped = _layer_aux(out, 'dropped')
+  if dropped is not None:
+    metrics['dropped'] = jnp.sum(dropped)
   loads = _router_loads(out)
   return loss, (metrics, jax.tree.map(lambda a: a * numbers.share, loads))
+
+
+def _whole_head(params: Any, config: ModelConfig) -> jax.Array:
+  axes = ('fsdp', 'tensor')
+  return collectives.gather_weight('lm_head', params['lm_head'], config.dtype, axes)
+
+
+def _cross_entropy(
+  hidden: jax.Array,
+  head: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  objective: Objective,
+  z_loss: float = 0.0,
+) -> language_model.Sums:
+  """Sums over the tokens of the whole batch. Devices along `tensor` divide the tokens they share."""
+  hidden, targets, weights = (collectives.own_part(a, 'tensor') for a in (hidden, targets, weights))
+  sums = language_model.cross_entropy(
+    hidden, head, targets, weights, chunk=objective.loss_chunk, z_loss=z_loss
+  )
+  return collectives.psum(sums, *AXES)
 
 
 def _language_loss(
@@ -132,9 +161,7 @@ def _language_loss(
   """What trains the main model: next token, MTP steps, balance of the experts."""
 
   def ce(hidden, targets, weights):
-    return language_model.cross_entropy(
-      hidden, head, targets, weights, chunk=objective.loss_chunk, z_loss=objective.z_loss
-    )
+    return _cross_entropy(hidden, head, targets, weights, objective, objective.z_loss)
 
   totals = numbers.totals
   main = ce(out.hidden, batch['targets'], batch['weights'])
@@ -156,9 +183,12 @@ def _language_loss(
 
 
 def _mtp_targets(batch: Batch, step: int, objective: Objective):
-  rows = slice(objective.mtp_rows(batch))
-  arrays = (batch['targets'][rows], batch['weights'][rows], batch['segment_ids'][rows])
-  return language_model.mtp_targets(*arrays, step)
+  rows = slice(objective.mtp_rows(len(batch['tokens'])))
+  targets, weights, segments = (
+    collectives.gather_sequence(batch[name][rows]) for name in ('targets', 'weights', 'segment_ids')
+  )
+  targets, weights = language_model.mtp_targets(targets, weights, segments, step)
+  return collectives.own_part(targets, 'context'), collectives.own_part(weights, 'context')
 
 
 def _token_totals(batch: Batch, objective: Objective) -> jax.Array:
@@ -203,29 +233,37 @@ def make_train_step(
   objective: Objective,
   tx: optax.GradientTransformation,
   schedule: Schedule,
+  mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The jitted training step; it consumes (donates) the state it is given.
+
+  With a mesh, state and batch lie on it as sharding.py says (`state_specs`, `place_batch`), and the
+  step is traced within `jax.set_mesh`. Of each micro-batch every device has some rows; an
+  mtp_fraction is of those, and at least one row.
 
   A step whose loss or gradient is not finite leaves parameters and optimizer as they were and counts
   in `state.skipped`. The optimizer sees only what `objective.stage` trains, and its state is of that
   only (`TrainState.create`). Metrics: loss, ce, mtp_ce [steps], accuracy, indexer_kl, balance_loss
   (those that the stage has), grad_norm, lr, tokens, skipped (of this step, 0 or 1), load [MoE layers, E] and router_entropy
-  (mean over layers, 1 when even).
+  (mean over layers, 1 when even); with experts on several devices also dropped, the token-expert
+  pairs of all layers that found no room (config.expert_capacity): then config.expert_overflow 'error'
+  leaves everything as it was, too.
   """
 
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    batch = dict(batch)
-    count, topk = objective.grad_accum, batch.pop('topk', None)
-    filled = batch.pop('micro_batches', count)  # The others are empty: not computed.
+  count = objective.grad_accum
+
+  def gradients(trained, frozen, batch, filled, topk, mtp_weight):
+    """Gradients, metrics and loads of a batch, and how many tokens count; on a mesh, per device."""
     micros = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
     totals = jnp.sum(jax.vmap(lambda micro: _token_totals(micro, objective))(micros), axis=0)
-    mtp_weight = objective.at('mtp_weight', state.step)
+    totals = collectives.psum(totals, *collectives.TOKEN_AXES)
     numbers = Numbers(jnp.maximum(totals, 1.0), 1.0 / filled, mtp_weight, topk)
-    trained, frozen = objective.stage.split(state.params)
 
     def micro_step(micro):
       def loss(trained):
-        return loss_and_metrics(merge(trained, frozen), micro, numbers, config, objective)
+        params = merge(trained, frozen)
+        loss, aux = loss_and_metrics(params, micro, numbers, config, objective)
+        return collectives.share(loss), aux
 
       (_, (metrics, loads)), grads = jax.value_and_grad(loss, has_aux=True)(trained)
       return grads, metrics, loads
@@ -240,10 +278,27 @@ def make_train_step(
         return jax.tree.map(jnp.add, total, micro_step(jax.tree.map(lambda a: a[i], micros)))
 
       grads, metrics, loads = jax.lax.fori_loop(0, filled, accumulate, start)
+    return collectives.reduce_gradients(grads), metrics, loads, totals[0]
+
+  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    batch = dict(batch)
+    topk = batch.pop('topk', None)
+    filled = batch.pop('micro_batches', count)  # The others are empty: not computed.
+    trained, frozen = objective.stage.split(state.params)
+    mtp_weight = objective.at('mtp_weight', state.step)
+    specs, everywhere = param_specs(trained, mesh), PartitionSpec()
+    on_devices = collectives.on_mesh(
+      gradients, mesh,
+      (specs, param_specs(frozen, mesh), BATCH, everywhere, everywhere, everywhere),
+      (specs, everywhere, everywhere, everywhere),
+    )  # fmt: skip
+    grads, metrics, loads, tokens = on_devices(trained, frozen, batch, filled, topk, mtp_weight)
 
     with jax.named_scope('optimizer'):
       grad_norm = optax.global_norm(grads)
       finite = jnp.isfinite(metrics['loss']) & jnp.isfinite(grad_norm)
+      if 'dropped' in metrics and config.expert_overflow == 'error':
+        finite &= metrics['dropped'] == 0
       updates, opt_state = tx.update(grads, state.opt_state, trained)
       params = merge(optax.apply_updates(trained, updates), frozen)
       if objective.stage.main and (objective.router_bias_rate or objective.switch_step):
@@ -255,7 +310,7 @@ def make_train_step(
     bad = 1 - finite.astype(jnp.int32)
     metrics |= {
       'grad_norm': grad_norm, 'lr': schedule(state.step - state.skipped), 'skipped': bad,
-      'tokens': totals[0],
+      'tokens': tokens,
     }  # fmt: skip
     if loads:
       load = jnp.concatenate([layer for stack in loads.values() for layer in stack.values()])
@@ -276,33 +331,38 @@ def entropy(load: jax.Array) -> jax.Array:
 
 
 def make_eval_step(
-  config: ModelConfig, objective: Objective, recall: bool | None = None
+  config: ModelConfig,
+  objective: Objective,
+  recall: bool | None = None,
+  mesh: Mesh | None = None,
 ) -> Callable[[Any, Batch], dict[str, jax.Array]]:
   """The jitted evaluation of one batch: sums, to be added over batches.
 
   Returns nll (nats), correct, tokens, mtp_nll and mtp_tokens [steps] (of the rows that
-  `objective.mtp_fraction` names), valid (positions), and on request recall: per indexer layer the share
-  of the dense attention mass that its selection holds (or would hold, where the attention is dense),
-  times `valid` (add, then divide). By default, it is there if the stage trains the indexers.
+  `objective.mtp_fraction` names), valid (positions), and on request recall: per indexer layer the
+  share of the dense attention mass that its selection holds (or would hold, where the attention is
+  dense), times `valid` (add, then divide). By default, it is there if the stage trains the
+  indexers. `mesh` is as in `make_train_step`.
   """
   recall = objective.stage.indexers if recall is None else recall
   recall = recall and config.attention == 'mla'
 
-  def eval_step(params: Any, batch: Batch) -> dict[str, jax.Array]:
+  def sums_of(params: Any, batch: Batch) -> dict[str, jax.Array]:
     out = forward(
       params, batch['tokens'], config=config, positions=batch['positions'],
       segment_ids=batch['segment_ids'], prefix=batch.get('prefix'),
-      mtp_steps=objective.mtp_steps, mtp_rows=objective.mtp_rows(batch),
+      mtp_steps=objective.mtp_steps, mtp_rows=objective.mtp_rows(len(batch['tokens'])),
       options=Options(recall=recall, form='expanded'), logits=False,
     )  # fmt: skip
 
+    head = _whole_head(params, config)
+
     def ce(hidden, targets, weights):
-      return language_model.cross_entropy(
-        hidden, params['lm_head'], targets, weights, chunk=objective.loss_chunk
-      )
+      return _cross_entropy(hidden, head, targets, weights, objective)
 
     main = ce(out.hidden, batch['targets'], batch['weights'])
     valid = jnp.sum(batch['segment_ids'] > 0, dtype=jnp.float32)
+    valid = collectives.psum(valid, *collectives.TOKEN_AXES)
     sums = {'nll': main.nll, 'correct': main.correct, 'tokens': main.weight, 'valid': valid}
     if out.mtp_hidden is not None:
       mtp = [ce(h, *_mtp_targets(batch, k, objective)) for k, h in enumerate(out.mtp_hidden, 1)]
@@ -312,5 +372,9 @@ def make_eval_step(
     if per_layer is not None:
       sums['recall'] = per_layer * valid
     return sums
+
+  def eval_step(params: Any, batch: Batch) -> dict[str, jax.Array]:
+    specs = (param_specs(params, mesh), BATCH)
+    return collectives.on_mesh(sums_of, mesh, specs, PartitionSpec())(params, batch)
 
   return jax.jit(eval_step)

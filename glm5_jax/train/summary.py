@@ -16,6 +16,7 @@ from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import forward
 from glm5_jax.train import plots
 from glm5_jax.train.evaluate import Evaluation, evaluate
+from glm5_jax.train.placement import Placement
 from glm5_jax.train.step import Objective, make_eval_step
 
 # A captured forward pass holds [layers, heads, T, T]; beyond this many elements there is no map.
@@ -63,20 +64,26 @@ class Run:
     """With the attention of the stage."""
     return self.evaluations.get(_attention(self.model))
 
-  def measured(self, params: Any, evaluation: Evaluation, held_out: data.EvalSet) -> 'Run':
-    """With the final evaluation, the compressors on the same texts, samples, a selection map."""
+  def measured(
+    self, params: Any, evaluation: Evaluation, held_out: data.EvalSet, place: Placement
+  ) -> 'Run':
+    """With the final evaluation, the compressors on the same texts, samples, a selection map.
+
+    The last two are made by one device: there are none of a model that is too large for it.
+    """
     evaluations = {_attention(self.model): evaluation}
     if self.config['eval']['both_attentions'] and self.model.attention == 'mla':
       other = self.model.replace(sparse_attention=not self.model.sparse_attention)
-      eval_step = make_eval_step(other, self.objective, recall=True)
-      evaluations[_attention(other)] = evaluate(eval_step, params, held_out)
+      eval_step = make_eval_step(other, self.objective, recall=True, mesh=place.mesh)
+      evaluations[_attention(other)] = evaluate(place.eval_step(eval_step), params, held_out)
     texts = data.held_out_texts(self.corpus)
+    whole = place.together(params)
     return dataclasses.replace(
       self,
       evaluations=evaluations,
       baselines=data.compression_baselines(texts) if texts else {},
-      samples=_samples(params, self),
-      selection=_selection(params, self.model, held_out),
+      samples={} if whole is None else _samples(whole, self),
+      selection=None if whole is None else _selection(whole, self.model, held_out),
     )
 
 

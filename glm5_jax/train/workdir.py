@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # May differ between a run and its continuation; everything else would bend the curve unseen.
-# `init_from` is read at the start only: that folder may have moved.
-MAY_CHANGE = ('train.steps', 'train.max_minutes', 'eval.', 'checkpoint.', 'log.', 'init_from')
+# `init_from` is read at the start only: that folder may have moved. Another mesh adds up the same
+# numbers in another order.
+MAY_CHANGE = (
+  'train.steps', 'train.max_minutes', 'eval.', 'checkpoint.', 'log.', 'init_from', 'mesh.',
+)  # fmt: skip
 
 
 class WorkdirError(Exception):

@@ -1,0 +1,1 @@
+"""What a training step will need on machines that are not here: compiled for them, and read."""

@@ -1,0 +1,1 @@
+"""Quantised weights: training that knows of them, and checkpoints that hold them."""

@@ -1,0 +1,164 @@
+"""Compiling for absent TPUs: what is counted is what a program does, and the command says it."""
+
+import json
+import math
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from experiments import aot_compile
+from glm5_jax import sharding
+from glm5_jax.aot import hlo
+from glm5_jax.aot.chips import CHIPS, roofline
+from tests.simulated import run_on_devices
+
+
+def _measured(f, *arguments) -> hlo.Work:
+  return hlo.measure(jax.jit(f).lower(*arguments).compile().as_text() or '')
+
+
+def test_flops_of_nested_loops():
+  x, w = jnp.ones((16, 32)), jnp.ones((7, 32, 32))
+
+  def layer(x, w):
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)
+    return x, None
+
+  work = _measured(lambda x, w: jax.lax.scan(layer, x, w)[0], x, w)
+  assert work.flops == 7 * 3 * 2 * 16 * 32 * 32
+  assert work.unknown_loops == 0 and not work.collectives and not work.kernels
+  # Every layer reads its weights at least once a layer, and nothing is read much more often than
+  # used.
+  assert 4 * w.size <= work.bytes < 100 * 4 * w.size
+
+
+def test_gradients_cost_twice_the_forward_pass():
+  x, w = jnp.ones((8, 16)), jnp.ones((16, 4))
+  work = _measured(jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w)), (0, 1)), x, w)
+  assert work.flops == 3 * 2 * 8 * 16 * 4
+
+
+def test_loops_that_depend_on_data():
+  def halve(x):
+    return jax.lax.while_loop(lambda x: jnp.max(x @ x) > 1, lambda x: x / 2, x)
+
+  work = _measured(halve, jnp.ones((6, 6)))
+  assert work.unknown_loops == 1
+
+
+def test_convolutions():
+  """Padding and dilations are no work: as a loop over outputs and window positions counts."""
+
+  @hypothesis.given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3),
+                    st.integers(1, 3), st.integers(1, 3))  # fmt: skip
+  @hypothesis.settings(max_examples=12, deadline=None, database=None)
+  def check(length, taps, stride, pad, spread, step):
+    outputs = ((length - 1) * spread + 1 + 2 * pad - (taps - 1) * step - 1) // stride + 1
+    if outputs < 1:
+      return
+    pairs = 0
+    for output in range(outputs):
+      for tap in range(taps):
+        place = output * stride + tap * step - pad
+        pairs += place % spread == 0 and 0 <= place // spread < length
+    work = _measured(
+      lambda x, w: jax.lax.conv_general_dilated(
+        x, w, (stride,), [(pad, pad)], (spread,), (step,), ('NWC', 'WIO', 'NWC')
+      ),
+      jnp.ones((2, length, 5)), jnp.ones((taps, 5, 3)),
+    )  # fmt: skip
+    assert work.flops == 2 * pairs * 2 * 5 * 3
+
+  check()
+
+
+def _collectives():
+  mesh = sharding.make_mesh({'fsdp': 4, 'tensor': 2})
+
+  def f(x):
+    def body(x, _):
+      return jax.lax.psum(x, 'fsdp') / 4, None
+
+    x, _ = jax.lax.scan(body, x, length=5)
+    whole = jax.lax.all_gather(x, 'tensor', tiled=True)
+    turned = jax.lax.all_to_all(x, 'fsdp', 0, 0, tiled=True)
+    return whole, turned, jax.lax.psum_scatter(x, 'fsdp', tiled=True)
+
+  spec = P('fsdp')
+  on_devices = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False)
+  found = _measured(on_devices, jnp.ones((64, 32))).collectives
+  size = 4 * 64 * 32
+  assert found['all-reduce'] == hlo.Collective(5, 5 * size, 5 * size * 2 * 3 / 4)
+  assert found['all-gather'] == hlo.Collective(1, 2 * size, 2 * size / 2)
+  assert found['all-to-all'] == hlo.Collective(1, size, size * 3 / 4)
+  assert found['reduce-scatter'] == hlo.Collective(1, size, size * 3 / 4)
+  assert len(found) == 4
+
+
+def test_collectives():
+  run_on_devices(_collectives)
+
+
+def test_roofline():
+  bound = roofline(CHIPS['v5p'], flops=459e12, hbm_bytes=2765e9 / 2, sent_bytes=600e9 * 2)
+  np.testing.assert_allclose(bound, (1.0, 0.5, 2.0))
+  assert math.isclose(bound.overlapped, 2.0) and math.isclose(bound.serial, 3.5)
+
+
+@pytest.mark.parametrize(
+  'arguments, text',
+  [
+    (['--config=configs/nano_pretrain.py'], 'name one --topology=CHIP:SHAPE'),
+    (['--config=configs/nano_pretrain.py', '--topology=v4:2x2x1'], 'must be a chip (v5p, v6e, tpu'),
+    (['--topology=v5p:2x2x1'], '--config is missing'),
+    (['--config=configs/nano_pretrain.py', '--topology=v5p:2x2x1', '--config.mesh.fdsp=2'],
+     'did you mean --config.mesh.fsdp?'),
+  ],
+)  # fmt: skip
+def test_usage(arguments, text, capsys):
+  assert aot_compile.main(['aot_compile', *arguments]) == 2
+  assert text in capsys.readouterr().err
+
+
+def _run(capsys, *arguments) -> tuple[str, dict]:
+  small = '--config=tests/train/tiny_config.py', '--config.data.batch_size=8'
+  assert aot_compile.main(['aot_compile', *small, *arguments]) == 0
+  *lines, last = capsys.readouterr().out.strip().splitlines()
+  return '\n'.join(lines), json.loads(last)
+
+
+@pytest.mark.tpu
+def test_a_mesh_of_chips(capsys):
+  text, found = _run(
+    capsys, '--topology=v5p:2x2x1', '--config.mesh.fsdp=-1', '--config.mesh.expert=2',
+    '--config.model.expert_matmul=ragged_dot', '--config.train.mtp_steps=0',
+  )  # fmt: skip
+  assert found['chips'] == 4 and found['mesh']['fsdp'] == found['mesh']['expert'] == 2
+  assert found['fits'] is True and 'fits' in text
+  assert found['peak_bytes_per_chip'] >= found['argument_bytes_per_chip'] > 0
+  assert found['flops_over_model_flops'] > 1
+  # Parameters are gathered and gradients scattered over fsdp, rows go to their experts and back.
+  assert {'all-gather', 'reduce-scatter', 'ragged-all-to-all'} <= found[
+    'collectives_per_chip'
+  ].keys()
+  assert any(name.startswith('ragged-dot') for name in found['kernel_flops_per_chip'])
+  assert 'tgmm' in found['kernel_flops_per_chip']
+  seconds = found['roofline_seconds']
+  assert seconds['overlapped'] == max(seconds[k] for k in ('compute', 'memory', 'network'))
+  mfu = found['model_flops'] / (4 * 459e12 * seconds['overlapped'])
+  assert math.isclose(found['mfu_overlapped'], mfu)
+
+
+@pytest.mark.tpu
+def test_chips_of_two_devices(capsys):
+  text, found = _run(
+    capsys, '--topology=tpu7x:2x2x1', '--config.mesh.fsdp=-1', '--config.train.mtp_steps=0',
+    '--config.stage=dsa_warmup', '--config.init_from=before',
+  )  # fmt: skip
+  assert found['chips'] == 4 and found['mesh']['fsdp'] == 8 and '4 of 4 chips' in text
+  assert found['hbm_bytes_per_chip'] == 192e9

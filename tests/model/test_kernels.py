@@ -1,0 +1,108 @@
+"""The model with its sparse attention computed by the Pallas kernels, interpreted: the same model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from glm5_jax import kernels
+from glm5_jax.modules import model
+from glm5_jax.modules.block import Options
+from glm5_jax.ops import sparse_attention
+from tests import tiny
+
+ATTEND = kernels.interpreted(pltpu.InterpretParams())
+# Two documents and padding in one row, one and a half in the other; more keys than index_topk.
+SEGMENTS = np.array([[1] * 4 + [2] * 11 + [0], [1] * 14 + [2] * 2], np.int32)
+
+
+def test_goldens_pass_through_the_kernels(plain):
+  run = tiny.forward(plain.params, plain.ids, plain.config, options=Options(attend=ATTEND))
+  tiny.close('logits by kernels', run.logits, plain.reference['logits'], 1e-5)
+
+
+def _loss_and_gradients(config, params, attend):
+  """A loss that every output has a part in: random weights on the logits, MTP's, and the indexers' KL."""
+  ids = jnp.asarray(tiny.tokens(config, 2, SEGMENTS.shape[1]))
+  key = jax.random.key(0)
+
+  @tiny.fast_jit
+  def run(params):
+    def loss(params):
+      out = model.forward(
+        params, ids, config=config, segment_ids=jnp.asarray(SEGMENTS), mtp_steps=1,
+        options=Options(indexer_loss=True, attend=attend),
+      )  # fmt: skip
+      kl = sum(jnp.sum(block['kl']) for stack in out.aux.values() for block in _blocks(stack))
+      parts = [out.logits, out.mtp_logits]
+      heads = [jnp.mean(jax.random.normal(key, x.shape) * x) for x in parts]
+      return sum(heads) + 0.1 * kl, kl
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+  (loss, kl), gradients = run(params)
+  return float(loss), float(kl), tiny.checkpoint_names(gradients, config)
+
+
+def _blocks(stack):
+  return [stack] if 'kl' in stack else stack.values()
+
+
+def test_loss_and_gradients_equal_the_references():
+  """Every parameter's gradient, the indexers' included: a full layer, one that shares its selection
+  (IndexShare), and an MTP step, over packed documents."""
+  config = tiny.config(indexer_types=('full', 'shared'))
+  params = tiny.random_params(config)
+  want = _loss_and_gradients(config, params, sparse_attention.attend)
+  got = _loss_and_gradients(config, params, ATTEND)
+  assert want[1] > 0.1  # The KL has something to say.
+  tiny.close_relative('loss', got[0], want[0], 1e-5)
+  tiny.close_relative('KL', got[1], want[1], 1e-5)
+  for name, gradient in want[2].items():
+    # Zero for experts that got no token, and for the router's bias.
+    scale = max(float(np.max(np.abs(gradient))), 1e-6)
+    tiny.close(name, got[2][name] / scale, gradient / scale, 1e-4)
+
+
+def test_bfloat16_is_as_far_from_float32_as_the_references_is():
+  """Rounding differs, its size does not: within 1.5 times the reference's own distance."""
+  exact = tiny.config()
+  params = tiny.random_params(exact)
+  config = exact.replace(dtype='bfloat16')
+  ids = tiny.tokens(exact, 2, SEGMENTS.shape[1])
+
+  def logits(config, attend):
+    run = tiny.forward(params, ids, config, segments=SEGMENTS, options=Options(attend=attend))
+    return np.asarray(run.logits)[SEGMENTS > 0]
+
+  want = logits(exact, sparse_attention.attend)
+  error = {
+    name: float(np.sqrt(np.mean((logits(config, attend) - want) ** 2)))
+    for name, attend in (('reference', sparse_attention.attend), ('kernels', ATTEND))
+  }
+  print(f'[bf16] root mean square error of the logits: {error}')
+  assert error['kernels'] < 1.5 * error['reference']
+
+
+@pytest.mark.parametrize(
+  ('changes', 'options', 'named'),
+  [
+    ({'sparse_attention': False}, {}, 'dense attention'),
+    ({}, {'recall': True}, 'recall'),
+    ({}, {'capture': True}, 'captured scores'),
+    ({}, {'form': 'absorbed'}, 'a form'),
+  ],
+)
+def test_what_kernels_do_not_do_is_said(changes, options, named):
+  config = tiny.config(**changes)
+  with pytest.raises(ValueError, match=f"do not do {named}: use kernels='reference'"):
+    tiny.forward(
+      tiny.random_params(config), tiny.tokens(config, 1, 12), config,
+      options=Options(attend=ATTEND, **options),
+    )  # fmt: skip
+
+
+def test_unknown_implementation():
+  with pytest.raises(ValueError, match="'reference' or 'pallas', got 'cuda'"):
+    kernels.attention('cuda')
