@@ -1,9 +1,10 @@
-"""Reasoning RL: GRPO with IcePop (section 3.2) on four families of verifiable tasks.
+"""Reasoning RL: GRPO with IcePop (section 3.2) on four domains of verifiable tasks, in equal parts.
 
   python -m experiments.run --config=configs/nano_reasoning_rl.py --workdir=/tmp/nano_rl
 
-Starts from the run of nano_sft.py (--config.init_from=DIR). Sized for 10 minutes on 2 CPU cores, not timed on idle ones; nothing here
-is measured in bits per byte, the report has the accuracy on held-out tasks before and after.
+Mathematics, science, code, and reasoning with a tool. Starts from the run of nano_sft.py
+(--config.init_from=DIR). Sized for 10 minutes on 2 CPU cores, not timed on idle ones; nothing here is
+measured in bits per byte, the report has the accuracy on held-out tasks before and after.
 """
 
 from configs.rl_base import rl_base

@@ -10,8 +10,13 @@ from glm5_jax.envs.functions import Functions
 from glm5_jax.envs.lookup import Lookup
 from glm5_jax.envs.numbers import Calculator, WordProblems
 from glm5_jax.envs.protocol import Environment, sample
+from glm5_jax.envs.science import Science
 
-ENVIRONMENTS: dict[str, Any] = {e.name: e for e in (WordProblems, Calculator, Lookup, Functions)}
+# Section 3.2 mixes four domains in about equal parts: mathematics, science, code and reasoning with
+# tools ('tool'). 'lookup' is an agent's task: it has to act on what it finds.
+ENVIRONMENTS: dict[str, Any] = {
+  e.name: e for e in (WordProblems, Science, Functions, Calculator, Lookup)
+}
 
 
 def make_environments(names: Sequence[str]) -> list[Environment]:

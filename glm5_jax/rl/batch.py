@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from glm5_jax.data import packing
@@ -19,6 +20,7 @@ class PolicyBatch(NamedTuple):
     mask: bool, targets that the model wrote.
     rollout: float32, the log-probabilities they were sampled with.
     advantages: float32.
+    teacher: float32, log-probabilities of the targets under a teacher; None without one.
   """
 
   tokens: Any
@@ -28,6 +30,7 @@ class PolicyBatch(NamedTuple):
   mask: Any
   rollout: Any
   advantages: Any
+  teacher: Any = None
 
 
 def pack(
@@ -69,3 +72,10 @@ def pack(
     floats[0][at], floats[1][at] = t.logprobs[1:], advantage
   floats[1][~mask] = 0.0
   return PolicyBatch(mask=mask, rollout=floats[0], advantages=floats[1], **ints)
+
+
+def join(parts: Sequence[PolicyBatch], rows: int) -> PolicyBatch:
+  """The rows of all parts one after another, then empty rows up to `rows`: always the same shape."""
+  missing = rows - sum(len(part.tokens) for part in parts)
+  joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+  return jax.tree.map(lambda a: np.pad(a, ((0, missing), (0, 0))), joined)

@@ -7,14 +7,16 @@ recomputed: its log-probabilities are those of the same forward pass, held const
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.losses import distillation
 from glm5_jax.losses.policy import Experience, PolicyConfig, policy_loss, token_weights
-from glm5_jax.losses.token_logprobs import token_logprobs
+from glm5_jax.losses.token_logprobs import TokenLogprobs, token_logprobs
 from glm5_jax.modules.model import forward
 from glm5_jax.rl.batch import PolicyBatch
 from glm5_jax.train.stages import Stage, merge
@@ -27,6 +29,17 @@ STAGE = Stage(main=True, indexers=False)
 _MAXIMA = ('logprob_gap_max',)
 
 
+def of_episodes(batch: PolicyBatch, logprobs: jax.Array) -> jax.Array:
+  """The advantages [B, T] that the rewards gave (eq. 1)."""
+  del logprobs
+  return batch.advantages
+
+
+def of_teacher(batch: PolicyBatch, logprobs: jax.Array) -> jax.Array:
+  """Those of distillation (eq. 2): how much likelier each token is for the teacher."""
+  return distillation.advantages(batch.teacher, logprobs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Learner:
   """How a batch becomes an update.
@@ -37,6 +50,9 @@ class Learner:
     temperature: that the tokens were sampled with.
     micro_rows: rows that are computed at a time.
     loss_chunk: tokens whose logits exist at a time.
+    advantages: of a micro-batch, from it and the policy's log-probabilities [B, T], held constant.
+    old: what pi_old is: the 'policy' before this update, or the one of the 'rollout', whose
+      log-probabilities were recorded (the same, on policy).
   """
 
   policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
@@ -44,6 +60,47 @@ class Learner:
   temperature: float = 1.0
   micro_rows: int = 8
   loss_chunk: int = 1024
+  advantages: Callable[[PolicyBatch, jax.Array], jax.Array] = of_episodes
+  old: Literal['policy', 'rollout'] = 'policy'
+
+
+def _logprobs(
+  params: Any, batch: PolicyBatch, config: ModelConfig, learner: Learner
+) -> TokenLogprobs:
+  """Of the targets, at the temperature of sampling."""
+  hidden = forward(
+    params, batch.tokens, config=config, positions=batch.positions, segment_ids=batch.segment_ids,
+    logits=False,
+  ).hidden  # fmt: skip
+  return token_logprobs(
+    hidden, params['lm_head'], batch.targets, temperature=learner.temperature,
+    chunk=learner.loss_chunk,
+  )  # fmt: skip
+
+
+def _micros(tree: Any, rows: int) -> Any:
+  return jax.tree.map(lambda a: a.reshape(-1, rows, *a.shape[1:]), tree)
+
+
+def make_scorer(
+  config: ModelConfig, learner: Learner
+) -> Callable[[Any, PolicyBatch, jax.Array, jax.Array], jax.Array]:
+  """The jitted log-probabilities of a batch's targets under frozen parameters, float32 [rows, T].
+
+  Takes the parameters, the batch, and which micro-batches to compute, [first, last); 0 elsewhere.
+  """
+
+  def score(params: Any, batch: PolicyBatch, first: jax.Array, last: jax.Array) -> jax.Array:
+    micros = _micros(batch, learner.micro_rows)
+
+    def one(i, found):
+      micro = jax.tree.map(lambda a: a[i], micros)
+      return found.at[i].set(_logprobs(params, micro, config, learner).logprob)
+
+    found = jax.lax.fori_loop(first, last, one, jnp.zeros(micros.tokens.shape, jnp.float32))
+    return found.reshape(batch.tokens.shape)
+
+  return jax.jit(score)
 
 
 def make_policy_step(
@@ -55,32 +112,28 @@ def make_policy_step(
   computed. An update that is not finite leaves the state as it was and counts in `state.skipped`.
 
   Metrics: those of `policy_loss`, loss, entropy (nats, mean over the sampled tokens), grad_norm,
-  tokens (sampled ones), skipped (0 or 1).
+  tokens (sampled ones), skipped (0 or 1), and with a teacher reverse_kl (nats per token, weighted like
+  the loss: the estimate of KL(policy || teacher) from the policy's own samples).
   """
 
   def micro_loss(trained, frozen, batch: PolicyBatch, weights):
-    params = merge(trained, frozen)
-    hidden = forward(
-      params, batch.tokens, config=config, positions=batch.positions,
-      segment_ids=batch.segment_ids, logits=False,
-    ).hidden  # fmt: skip
-    found = token_logprobs(
-      hidden, params['lm_head'], batch.targets, temperature=learner.temperature,
-      chunk=learner.loss_chunk,
-    )  # fmt: skip
-    old = jax.lax.stop_gradient(found.logprob)
-    experience = Experience(batch.rollout, old, batch.advantages, weights, batch.segment_ids)
+    found = _logprobs(merge(trained, frozen), batch, config, learner)
+    now = jax.lax.stop_gradient(found.logprob)
+    advantages = jax.lax.stop_gradient(learner.advantages(batch, now))
+    old = now if learner.old == 'policy' else batch.rollout
+    experience = Experience(batch.rollout, old, advantages, weights, batch.segment_ids)
     loss, metrics = policy_loss(found.logprob, experience, learner.policy)
-    return loss, metrics | {'loss': loss, 'entropy': jnp.sum(weights * found.entropy)}
+    metrics |= {'loss': loss, 'entropy': jnp.sum(weights * found.entropy)}
+    if batch.teacher is not None:
+      metrics['reverse_kl'] = jnp.sum(weights * (now - batch.teacher))
+    return loss, metrics
 
   gradient = jax.value_and_grad(micro_loss, has_aux=True)
 
   def policy_step(state: TrainState, batch: PolicyBatch, filled: jax.Array):
     trained, frozen = STAGE.split(state.params)
     all_weights = token_weights(batch.mask, batch.segment_ids, per=learner.per)
-    micros, weights = jax.tree.map(
-      lambda a: a.reshape(-1, learner.micro_rows, *a.shape[1:]), (batch, all_weights)
-    )
+    micros, weights = _micros((batch, all_weights), learner.micro_rows)
 
     def micro_step(i):
       micro, w = jax.tree.map(lambda a: a[i], (micros, weights))

@@ -9,6 +9,8 @@ import collections
 import concurrent.futures
 import dataclasses
 import hashlib
+import json
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from glm5_jax.data.tokenizer import Tokenizer
 from glm5_jax.envs.protocol import Environment, EnvironmentFailureError, Message, Task
 from glm5_jax.infer.engine import Engine
 from glm5_jax.infer.request import EngineFullError, Output, Request, RequestError
+from glm5_jax.train.workdir import write_atomically
 
 _PRESERVED = chat.ChatFormat(clear_thinking=False)
 _STOPS = ('<|endoftext|>', '<|user|>', '<|observation|>')
@@ -49,6 +52,9 @@ class Trajectory:
     failure: why the environment failed, or None.
     end: 'done' (the model ended it), 'length' or 'turns' (it was cut off).
     turns: how often the model spoke.
+    malformed: how many of these turns do not parse: a thought or a call that is not closed, a call that
+      is none, an end that is none (cut off; a call without `<|observation|>` after it, or that without
+      a call).
   """
 
   env: str
@@ -63,6 +69,7 @@ class Trajectory:
   failure: str | None = None
   end: str = ''
   turns: int = 0
+  malformed: int = 0
 
   @property
   def versions(self) -> list[int]:
@@ -192,11 +199,14 @@ class _Player:
     t.turns += 1
     reply = parse(output.ids, self._tokenizer, thinking=form.enable_thinking, tools=self._tools)
     t.messages.append(reply.message())
+    asks = bool(output.ids) and output.ids[-1] == self._tokenizer.special_ids['<|observation|>']
+    parses = reply.closed and not reply.failures and bool(reply.calls) == asks
+    t.malformed += not (parses and output.finish_reason == 'stop')
     if output.finish_reason == 'error':
       t.end, t.failure = 'done', "the model's logits were not finite"
     elif output.finish_reason != 'stop':
       t.end = 'length'
-    elif output.ids[-1] != self._tokenizer.special_ids['<|observation|>']:
+    elif not asks:
       t.end = 'done'
     else:
       try:
@@ -230,3 +240,10 @@ def groups(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Tra
   for t in trajectories:
     out.setdefault((t.env, t.index), []).append(t)
   return out
+
+
+def save_episodes(folder: pathlib.Path, name: str, trajectories: Sequence[Trajectory]) -> None:
+  """Writes `folder`/rollouts/NAME.jsonl, a trajectory a line."""
+  (folder / 'rollouts').mkdir(exist_ok=True)
+  lines = [json.dumps(dataclasses.asdict(t), ensure_ascii=False) + '\n' for t in trajectories]
+  write_atomically(folder / 'rollouts' / f'{name}.jsonl', ''.join(lines))

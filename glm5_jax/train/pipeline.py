@@ -3,19 +3,45 @@
 A config with a `stages` section (configs/nano_pipeline.py) holds a whole config for every stage, and
 `order`, the names of those to run. Stage k runs in WORKDIR/k_NAME, an ordinary run's folder. What is
 finished is skipped and what was interrupted goes on, so the same command continues a pipeline that was
-stopped or killed anywhere.
+stopped or killed anywhere. A value 'stage:NAME' in a stage's config stands for the folder of an earlier
+stage, for loops that know it (rl/teachers.py).
 """
 
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from glm5_jax.train import loop, pipeline_report, workdir
+from glm5_jax.train import loop, pipeline_report, result, workdir
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.handover import model_changes, tokenizer_changes
 from glm5_jax.train.pipeline_report import StageRun
 from glm5_jax.train.prepare import ConfigError, plain, prepare
 from glm5_jax.train.workdir import WorkdirError
+
+
+class Loop(NamedTuple):
+  """How stages of one kind are run.
+
+  Attributes:
+    prepare: config -> what it means, with at least `model` (a ModelConfig); raises ConfigError.
+    train: as `loop.train`.
+    is_finished: (folder, steps) -> whether a stage came to its end and was measured.
+  """
+
+  prepare: Callable[[Mapping[str, Any]], Any]
+  train: Callable[..., int]
+  is_finished: Callable[[pathlib.Path, int], bool]
+
+
+# Stages whose config has a section of this name are run so; others by train/loop.py. What is built upon
+# this package enters itself here when it is imported (rl/loop.py).
+LOOPS: dict[str, Loop] = {}
+_BASIC = Loop(prepare, lambda *args, **kwargs: loop.train(*args, **kwargs), result.is_finished)
+
+
+def loop_of(config: Mapping[str, Any]) -> Loop:
+  """The loop of a stage's config."""
+  return next((found for section, found in LOOPS.items() if section in config), _BASIC)
 
 
 def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
@@ -42,7 +68,7 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
         continue
       _check_nothing_later(run, runs[i + 1 :])
       print(f'\nstage {i + 1} of {len(runs)}: {run.folder}', flush=True)
-      status = loop.train(run.config, str(run.folder), command=command)
+      status = loop_of(run.config).train(run.config, str(run.folder), command=command)
       pipeline_report.write(path, runs, command)
       if status or not run.is_finished() or (stop and run is not runs[-1]):
         print(f'stopped in or after {run.folder.name}; the same command continues', flush=True)
@@ -67,14 +93,24 @@ def stage_runs(config: Mapping[str, Any], path: pathlib.Path) -> list[StageRun]:
     settings = stages[name]
     if runs:
       settings = settings | {'init_from': str(runs[-1].folder)}
+    _check_stage_names(name, settings, order[: number - 1])
+    which = loop_of(settings)
     try:
-      run = StageRun(name, path / f'{number}_{name}', settings, prepare(settings))
+      parts = which.prepare(settings)
     except ConfigError as e:
       raise ConfigError(f'stages.{name}: {e}') from None
+    run = StageRun(name, path / f'{number}_{name}', settings, parts, which.is_finished)
     if runs:
       _check_continues(runs[-1], run)
     runs.append(run)
   return runs
+
+
+def _check_stage_names(name: str, settings: Mapping[str, Any], earlier: list[str]) -> None:
+  for key, value in workdir.flatten(settings).items():
+    if isinstance(value, str) and value.startswith('stage:'):
+      if value.removeprefix('stage:') not in earlier:
+        raise ConfigError(f'stages.{name}.{key}={value!r} is none of the stages before: {earlier}')
 
 
 def _check_continues(before: StageRun, run: StageRun) -> None:

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -11,7 +11,6 @@ import numpy as np
 
 from glm5_jax.train import metrics, result
 from glm5_jax.train.plots import smooth
-from glm5_jax.train.prepare import Parts
 from glm5_jax.train.workdir import write_atomically
 
 matplotlib.use('Agg')
@@ -28,15 +27,30 @@ Minutes are of the process that ended the stage, from reading the data to its re
 
 
 class StageRun(NamedTuple):
-  """One stage of a pipeline: its name, its folder, its config as plain dicts, and what that means."""
+  """One stage of a pipeline: its name, its folder, its config as plain dicts, and what that means.
+
+  `parts` is what the stage's loop makes of the config, `finished` its `Loop.is_finished`.
+  """
 
   name: str
   folder: pathlib.Path
   config: dict[str, Any]
-  parts: Parts
+  parts: Any
+  finished: Callable[[pathlib.Path, int], bool]
 
   def is_finished(self) -> bool:
-    return result.is_finished(self.folder, self.config['train']['steps'])
+    return self.finished(self.folder, self.config['train']['steps'])
+
+  @property
+  def trains(self) -> str:
+    """What trains, in words."""
+    objective = getattr(self.parts, 'objective', None)
+    return objective.stage.trains if objective else self.parts.trains
+
+  @property
+  def row_length(self) -> int:
+    """Tokens of a row."""
+    return self.config.get('rl', {}).get('seq_len') or self.config['data']['seq_len']
 
 
 def write(path: pathlib.Path, runs: Sequence[StageRun], command: str) -> pathlib.Path:
@@ -51,6 +65,7 @@ def write(path: pathlib.Path, runs: Sequence[StageRun], command: str) -> pathlib
   lines = [_HEAD, ('---',) * len(_HEAD)]
   lines += [_row(run, rows) for run, (_, rows) in zip(runs, curves, strict=True)]
   sections += ['\n'.join(f'| {" | ".join(line)} |' for line in lines), _NOTES]
+  sections += _tasks(runs)
   if any(rows for _, rows in curves):
     _draw(path / 'plots', curves)
     sections.append('## Curves across the stages\n\n![curves](plots/stages.png)')
@@ -63,10 +78,10 @@ def write(path: pathlib.Path, runs: Sequence[StageRun], command: str) -> pathlib
 
 def _row(run: StageRun, rows: list[dict[str, Any]]) -> tuple[str, ...]:
   """The table's cells; a dash is what is not known (yet)."""
-  model, stage = run.parts.model, run.parts.objective.stage
+  model = run.parts.model
   train = [r for r in rows if 'loss' in r]
-  found = result.read(run.folder) or {'evaluations': {}}
-  evaluations = found['evaluations']
+  found = result.read(run.folder) or {}
+  evaluations = found.get('evaluations', {})
   bits = [evaluations.get(kind, {}).get('bits_per_byte') for kind in ('dense', 'sparse')]
   recall = [evaluations[kind]['recall'] for kind in ('sparse', 'dense') if kind in evaluations]
   recall = [np.mean(r) for r in recall if r]
@@ -76,25 +91,60 @@ def _row(run: StageRun, rows: list[dict[str, Any]]) -> tuple[str, ...]:
   return (
     f'[{run.folder.name}]({run.folder.name}/report.md)' if train else run.folder.name,
     'sparse' if model.sparse_attention and model.attention == 'mla' else 'dense',
-    f'{run.config["data"]["seq_len"]:,}',
+    f'{run.row_length:,}',
     f'{steps:,}' if run.is_finished() else f'{train[-1]["step"] if train else 0:,} of {steps:,}',
     tokens,
-    stage.trains,
+    run.trains,
     *('-' if b is None else f'{b:.3f}' for b in bits),
     f'{recall[0]:.1%}' if recall else '-',
     f'{found["minutes"]:.1f}' if 'minutes' in found else '-',
   )
 
 
+def _tasks(runs: Sequence[StageRun]) -> list[str]:
+  """Accuracy on held-out tasks of each domain before and after every stage that is measured on them."""
+  measured = {run.name: (result.read(run.folder) or {}).get('tasks', {}) for run in runs}
+  scores = {name: found['accuracy'] for name, found in measured.items() if 'accuracy' in found}
+  if not scores:
+    return []
+  columns = [(name, when, of[when]) for name, of in scores.items() for when in ('before', 'after')
+             if when in of]  # fmt: skip
+  domains = sorted({domain for _, _, values in columns for domain in values})
+  lines = [
+    ['domain', *(f'{when} {name}' for name, when, _ in columns)],
+    ['---'] * (len(columns) + 1),
+    *(
+      [domain, *(f'{100 * v[domain]:.1f} %' if domain in v else '-' for _, _, v in columns)]
+      for domain in domains
+    ),
+  ]
+  mean = [f'{100 * np.mean(list(values.values())):.1f} %' for _, _, values in columns]
+  lines.append(['mean', *mean])
+  table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+  return ['## Accuracy on held-out tasks, greedy', table]
+
+
 def _draw(folder: pathlib.Path, curves: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
   """Loss, learning rate, indexer KL and recall over the steps of all stages, one after another."""
-  panels = (
+  panels: Sequence[tuple[str, str, Sequence[tuple[str, str]]]] = (
     ('loss (nats per token)', 'linear', (('ce', '-'), ('eval/loss', 'o-'))),
     ('learning rate', 'log', (('lr', '-'),)),
     ('indexer KL (nats)', 'log', (('indexer_kl', '-'),)),
     ('indexer recall', 'linear', (('eval/indexer_recall', 'o-'),)),
+    ('reward', 'linear', (('reward', '-'),)),
   )
-  figure, axes = pyplot.subplots(4, 1, sharex=True, figsize=(9, 11), layout='constrained')
+  # A pipeline without RL has no rewards, one without pre-training no loss.
+  known = {key for _, rows in curves for row in rows for key in row}
+  panels = tuple(p for p in panels if any(key in known for key, _ in p[2]))
+  figure, grid = pyplot.subplots(
+    len(panels),
+    1,
+    sharex=True,
+    figsize=(9, 2.75 * len(panels)),
+    layout='constrained',
+    squeeze=False,
+  )
+  axes = grid[:, 0]
   start = 0
   for i, (name, rows) in enumerate(curves):
     if not rows:

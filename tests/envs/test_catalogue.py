@@ -40,7 +40,7 @@ def test_an_equal_file_stays(tmp_path):
 @pytest.mark.parametrize(
   'names, count, tasks, said',
   [
-    (['maths'], 1, 1, "one of ['code', 'lookup', 'math', 'tool']"),
+    (['maths'], 1, 1, "one of ['code', 'lookup', 'math', 'science', 'tool']"),
     ([], 1, 1, 'at least one'),
     (['math', 'math'], 1, 1, 'each once'),
     (['math'], 0, 1, 'count=0'),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 
 import pytest
 
@@ -13,11 +14,13 @@ from glm5_jax.envs.functions import Functions
 from glm5_jax.envs.lookup import Lookup
 from glm5_jax.envs.numbers import Calculator, WordProblems, calculate, parse_answer
 from glm5_jax.envs.protocol import answer_message, sample
+from glm5_jax.envs.science import Science
 
 ENVIRONMENTS = [
   WordProblems(careless=0),
   Calculator(careless=0),
   Lookup(careless=0),
+  Science(careless=0),
   Functions(careless=0),
 ]
 EACH = pytest.mark.parametrize('env', ENVIRONMENTS, ids=lambda e: e.name)
@@ -108,6 +111,26 @@ def test_answers_are_read_strictly(content, number):
 )
 def test_the_calculator_computes_sums_and_nothing_else(expression, value):
   assert calculate(expression).startswith(value)
+
+
+def test_science_follows_the_laws():
+  """The answers recomputed from the questions' own words; every law occurs."""
+  laws = {
+    'drives': lambda v, t: v * t, 'gain': lambda m, a: m * a, 'flow': lambda i, r: r * i,
+    'takes': lambda i, u: u * i, 'spent': lambda e, t: e / t, 'push': lambda f, a: f / a,
+    'fill': lambda m, v: m / v,
+  }  # fmt: skip
+  seen = set()
+  for i in range(200):
+    task = sample(Science(), i, held_out=False)
+    text = task.prompt[0]['content']
+    (law,) = (name for name in laws if name in text.split())
+    numbers = [int(n) for n in re.findall(r'(?<![a-z])\d+', text)]
+    assert task.answer['answer'] == laws[law](*numbers), text
+    left, _, right = task.answer['work'].split()[1].partition('=')
+    assert eval(left) == int(right) == task.answer['answer']
+    seen.add(law)
+  assert seen == set(laws)
 
 
 def test_tools_answer_malformed_calls():

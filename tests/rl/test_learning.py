@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 
-from configs.rl_base import rl_base
 from glm5_jax.data import chat
 from glm5_jax.data.chat_parse import Reply, ToolCall
-from glm5_jax.data.tokenizer import ByteTokenizer
 from glm5_jax.envs.functions import Functions
 from glm5_jax.envs.lookup import Lookup
 from glm5_jax.envs.numbers import Calculator, WordProblems
@@ -25,13 +22,11 @@ from glm5_jax.losses.policy import PolicyConfig
 from glm5_jax.rl import batch, loop, tasks
 from glm5_jax.rl.learner import STAGE, Learner, make_policy_step
 from glm5_jax.rl.rollout import Job, Settings, Trajectory, play
-from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.prepare import ConfigError
-from glm5_jax.train.state import TrainState
 from tests import tiny
+from tests.rl import tiny_run
+from tests.rl.tiny_run import BYTES, CONFIG
 
-BYTES = ByteTokenizer()
-CONFIG = tiny.config(vocab_size=BYTES.vocab_size)
 SETTINGS = Settings(max_tokens=300, max_turn_tokens=12, max_turns=3)
 SIZES = EngineConfig(
   page_size=16, pages=161, max_length=300, max_sequences=8, max_step_tokens=64,
@@ -196,10 +191,6 @@ def test_packed_rows_hold_every_token_once():
     batch.pack(played, [0.0] * 8, 31, 1, 0)
 
 
-def _state(params, tx):
-  return TrainState.create(jax.tree.map(jnp.copy, params), tx, 0, STAGE)
-
-
 def _sgd():
   return optax.sgd(1.0)
 
@@ -209,7 +200,7 @@ def test_on_policy_the_trainer_agrees_with_the_engine(engine, params):
   played = play(engine, BYTES, _jobs(6), SETTINGS)
   rows = batch.pack(played, [1.0] * 6, 320, 2, BYTES.eot_id)
   step = make_policy_step(CONFIG, LEARNER, _sgd())
-  _, metrics = step(_state(params, _sgd()), rows, jnp.int32(len(rows.tokens) // 2))
+  _, metrics = step(tiny_run.state(params, _sgd()), rows, jnp.int32(len(rows.tokens) // 2))
   assert metrics['logprob_gap_max'] < 1e-5
   np.testing.assert_allclose(metrics['ratio'], 1.0, atol=1e-5)
   assert metrics['masked'] == 0 and metrics['kl_behaviour'] < 1e-8
@@ -232,8 +223,8 @@ def test_the_update_is_that_of_the_episodes_one_by_one(params):
     rows = batch.pack(trajectories, advantages, 24, 2, 0)
     count = len(rows.tokens) // 2
     extra = ((0, 8 - len(rows.tokens)), (0, 0))
-    rows = batch.PolicyBatch(*(np.pad(a, extra, constant_values=0) for a in rows))
-    state, metrics = step(_state(params, _sgd()), rows, jnp.int32(count))
+    rows = jax.tree.map(lambda a: np.pad(a, extra), rows)
+    state, metrics = step(tiny_run.state(params, _sgd()), rows, jnp.int32(count))
     return jax.tree.map(lambda old, new: np.asarray(old - new), params, state.params), metrics
 
   whole, metrics = gradient(played, values)
@@ -253,7 +244,7 @@ def test_what_was_better_becomes_likelier(params):
   good, bad = _trajectories(rng, [12, 12])
   tx = optax.adam(1e-3)
   learner = dataclasses.replace(LEARNER, policy=PolicyConfig('on_policy'))
-  step, state = make_policy_step(CONFIG, learner, tx), _state(params, tx)
+  step, state = make_policy_step(CONFIG, learner, tx), tiny_run.state(params, tx)
   rows = batch.pack([good, bad], [1.0, -1.0], 12, 2, 0)
 
   def logprob(params, t):
@@ -272,7 +263,9 @@ def test_an_update_that_is_not_finite_changes_nothing(params):
   (t,) = _trajectories(random.Random(3), [10])
   rows = batch.pack([t], [float('inf')], 12, 2, 0)
   tx = optax.adam(1e-3)
-  state, metrics = make_policy_step(CONFIG, LEARNER, tx)(_state(params, tx), rows, jnp.int32(1))
+  state, metrics = make_policy_step(CONFIG, LEARNER, tx)(
+    tiny_run.state(params, tx), rows, jnp.int32(1)
+  )
   assert metrics['skipped'] == 1 and state.skipped == 1
   jax.tree.map(np.testing.assert_array_equal, state.params, params)
 
@@ -291,42 +284,9 @@ def test_jobs_are_a_function_of_the_step():
 # --- The loop ---
 
 
-def _config(start_from) -> ConfigDict:
-  c = rl_base()
-  c.model.size = 'nano'
-  for key, value in dataclasses.asdict(CONFIG).items():
-    if key in c.model and value not in ((), None):
-      c.model[key] = value
-  c.init_from = str(start_from)
-  c.rl.environments = ('code', 'math')
-  c.rl.groups, c.rl.group_size, c.rl.eval_tasks = 2, 4, 3
-  c.rl.seq_len, c.rl.micro_rows = 448, 2
-  c.rl.episode.max_tokens = 448
-  c.rl.episode.max_turn_tokens = 8
-  c.rl.engine.pages, c.rl.engine.max_sequences = 300, 8
-  c.rl.engine.batch_buckets, c.rl.engine.prefill_buckets = (8,), (64,)
-  c.rl.engine.max_step_tokens, c.rl.engine.page_buckets = 256, (28,)
-  c.rl.engine.compiler_options = tuple(tiny.FAST_COMPILE.items())
-  c.rl.policy.objective = 'double_sided'
-  c.train.steps = 4
-  c.eval.every = 2
-  c.checkpoint.every = 1
-  return c
-
-
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory, params):
-  """A folder that a training run might have left."""
-  folder = tmp_path_factory.mktemp('before')
-  model = {k: v for k, v in dataclasses.asdict(CONFIG).items() if v is not None}
-  (folder / 'config.json').write_text(
-    json.dumps({'model': {'size': 'nano'} | model, 'data': {'tokenizer': {}}})
-  )
-  BYTES.save(folder)
-  checkpoints = Checkpoints(folder / 'checkpoints')
-  checkpoints.save(7, _state(params, optax.adam(1e-3)))
-  checkpoints.close()
-  return folder
+  return tiny_run.save(tmp_path_factory.mktemp('before'), params)
 
 
 @pytest.fixture
@@ -338,8 +298,8 @@ def some_rewards(monkeypatch):
 
 def test_a_run_and_its_resumption(trained, tmp_path, some_rewards):
   whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-  assert loop.train(_config(trained), str(whole), command='the command') == 0
-  config = _config(trained)
+  assert loop.train(tiny_run.config(trained), str(whole), command='the command') == 0
+  config = tiny_run.config(trained)
   config.train.steps = 2
   assert loop.train(config, str(parts)) == 0
   config.train.steps = 4
@@ -367,18 +327,21 @@ def test_a_run_and_its_resumption(trained, tmp_path, some_rewards):
 @pytest.mark.parametrize(
   'key, value, said',
   [
-    ('rl.environments', ('math', 'maths'), "one of ['code', 'lookup', 'math', 'tool']"),
+    ('rl.environments', ('math', 'maths'), "one of ['code', 'lookup', 'math', 'science', 'tool']"),
     ('rl.policy.objective', 'grpo', "unknown policy objective 'grpo'"),
     ('rl.policy.beta', 0.5, 'beta=0.5 must be at least 1'),
     ('rl.group_size', 1, 'nothing to compare'),
     ('rl.advantage', 'best', "'best' is none of"),
+    ('rl.advantage', 'teacher', "the advantage of stage 'distill', and of no other"),
+    ('stage', 'pretrain', "unknown RL stage 'pretrain'"),
+    ('rl.teachers', {'math': 'x'}, 'are for rl.advantage=teacher'),
     ('rl.seq_len', 100, 'max_tokens=448 must fit a row'),
     ('rl.episode.max_tokens', 0, 'max_tokens'),
     ('init_from', '', 'continues a trained model'),
   ],
 )
 def test_impossible_configs(trained, key, value, said):
-  config = _config(trained)
+  config = tiny_run.config(trained)
   *sections, last = key.split('.')
   section = config
   for name in sections:
@@ -390,7 +353,7 @@ def test_impossible_configs(trained, key, value, said):
 
 
 def test_tasks_that_do_not_fit_are_refused_at_the_start(trained, tmp_path):
-  config = _config(trained)
+  config = tiny_run.config(trained)
   config.rl.environments = ('lookup',)  # In bytes, the description of its tool alone is longer.
   with pytest.raises(ConfigError, match=r"'lookup' has \d+ tokens, .* max_tokens=448"):
     loop.train(config, str(tmp_path / 'run'))
