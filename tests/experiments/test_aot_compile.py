@@ -126,7 +126,10 @@ def test_usage(arguments, text, capsys):
 
 
 def _run(capsys, *arguments) -> tuple[str, dict]:
-  small = '--config=tests/train/tiny_config.py', '--config.data.batch_size=8'
+  small = (
+    '--config=tests/train/tiny_config.py', '--config.data.batch_size=8',
+    '--config.data.sources.kind=stdlib',
+  )  # fmt: skip
   assert aot_compile.main(['aot_compile', *small, *arguments]) == 0
   *lines, last = capsys.readouterr().out.strip().splitlines()
   return '\n'.join(lines), json.loads(last)
