@@ -33,6 +33,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_compilation_cache()))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
 
+import jax  # noqa: E402  After the settings above.
+
 # tests/hf imports torch at its top; `make test` is without it and does not look there.
 collect_ignore = [] if importlib.util.find_spec('torch') else ['hf']
 
@@ -62,3 +64,10 @@ def shared() -> pathlib.Path:
   if not SHARED.is_dir():
     pytest.skip(f'needs the reference data in {SHARED.name}/ beside the checkout')
   return SHARED
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _programs_end_with_their_file():
+  """Every compiled program keeps hundreds of memory mappings, of which Linux allows a process 65,530."""
+  yield
+  jax.clear_caches()
