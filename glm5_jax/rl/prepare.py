@@ -97,6 +97,8 @@ def prepare_rl(config: Mapping[str, Any]) -> Parts:
     raise ConfigError(f'unknown RL stage {config["stage"]!r}, known are {list(STAGES)}')
   if rl['advantage'] not in ADVANTAGES:
     raise ConfigError(f'rl.advantage={rl["advantage"]!r} is none of {sorted(ADVANTAGES)}')
+  if wanted := {axis: size for axis, size in config['mesh'].items() if size != 1}:
+    raise ConfigError(f'mesh={wanted}: RL runs on one device so far; leave every size at 1')
   advantage = ADVANTAGES[rl['advantage']]
   try:
     play = prepare_play(config)

@@ -337,6 +337,7 @@ def test_a_run_and_its_resumption(trained, tmp_path, some_rewards):
     ('rl.teachers', {'math': 'x'}, 'are for rl.advantage=teacher'),
     ('rl.seq_len', 100, 'max_tokens=448 must fit a row'),
     ('rl.episode.max_tokens', 0, 'max_tokens'),
+    ('mesh.fsdp', 2, 'RL runs on one device'),
     ('init_from', '', 'continues a trained model'),
   ],
 )
