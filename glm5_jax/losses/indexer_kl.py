@@ -28,9 +28,3 @@ def kl_per_query(scores: jax.Array, target: jax.Array, mask: jax.Array) -> jax.A
   log_q = centred - log_total
   log_p = jnp.log(jnp.maximum(target, 1e-30))
   return jnp.sum(jnp.where(mask, target * (log_p - log_q), 0.0), axis=-1)
-
-
-def mean_kl(kl: jax.Array, valid: jax.Array) -> jax.Array:
-  """Mean over the valid queries of per-query losses [B, T]."""
-  valid = valid.astype(jnp.float32)
-  return jnp.sum(kl * valid) / jnp.maximum(jnp.sum(valid), 1.0)
