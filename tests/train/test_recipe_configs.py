@@ -52,7 +52,9 @@ def test_the_papers_numbers(recipe, name):
   config, parts = recipe[name]
   length, tokens, first, last, stage, sparse, theta = NUMBERS[name]
   steps, schedule = config.train.steps, parts.optimizer[1]
-  assert parts.model == models.glm5(
+  # How experts are computed is no number of the paper's.
+  mathematics = parts.model.replace(expert_matmul='blocks', expert_capacity=0.0)
+  assert mathematics == models.glm5(
     rope_theta=theta, sparse_attention=sparse, dtype='bfloat16', remat='block'
   )
   assert parts.data.seq_len == length == parts.plan.seq_len
