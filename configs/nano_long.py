@@ -2,9 +2,8 @@
 
   python -m experiments.run --config=configs/nano_long.py --workdir=/tmp/nano_long
 
-About 25 minutes on 2 CPU cores at the speed of its first, undisturbed minutes (3,400 tokens/s; 40 minutes of
-steps on cores that other work shared). Ends at 1.384 bits per byte on the 28 held-out files, where the demo
-reaches 1.703, `xz -9` 1.897 file by file and 1.615 with all files as one.
+40 minutes on 2 CPU cores that other work shared (2,026 tokens/s). Ends at 1.384 bits per byte on the
+28 held-out files; the demo reaches 1.703, `xz -9` 1.897 file by file and 1.615 with all files as one.
 """
 
 from configs import nano_pretrain

@@ -35,7 +35,7 @@ def _sharded_equals_single():
     assert loaded_config == config
     # Each part of the files is read once, though several devices may hold it.
     assert sum(read) == on_disk, (sum(read), on_disk)
-    specs = hf_map.flatten(sharding.param_specs(params))
+    specs = hf_map.flatten(sharding.param_specs(params, mesh))
     params = hf_map.flatten(params)
     checkpoints.assert_same_bits(params, single)
     for path, x in params.items():
@@ -44,6 +44,8 @@ def _sharded_equals_single():
     assert heads == 4 // shape.get('tensor', 1)
     experts = params['moe/block0/moe/experts/w_up'].addressable_shards[0].data.shape[1]
     assert experts == 8 // shape.get('expert', 1)
+    width = params['embed'].addressable_shards[0].data.shape[1]
+    assert width == config.hidden_size // (shape.get('fsdp', 1) * shape.get('context', 1))
     with tempfile.TemporaryDirectory() as d:
       out = pathlib.Path(d) / 'out'
       with jax.set_mesh(mesh):

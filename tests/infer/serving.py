@@ -22,6 +22,16 @@ SIZES = EngineConfig(
   prefill_buckets=(256,), batch_buckets=(4,), page_buckets=(96,),
   compiler_options=tuple(tiny.FAST_COMPILE.items()),
 )  # fmt: skip
+TOOL = {
+  'type': 'function',
+  'function': {
+    'name': 'add',
+    'parameters': {
+      'type': 'object',
+      'properties': {'a': {'type': 'integer'}, 'note': {'type': 'string'}},
+    },
+  },
+}
 NAME = 'tiny'
 
 

@@ -16,19 +16,9 @@ from glm5_jax.data.chat_parse import STOP_TOKENS, parse
 from glm5_jax.infer.request import Request
 from glm5_jax.rl.rewards import Judge
 from tests.infer import serving
-from tests.infer.serving import NAME, TOKENIZER
+from tests.infer.serving import NAME, TOKENIZER, TOOL
 
 HELLO = [{'role': 'user', 'content': 'hello'}]
-TOOL = {
-  'type': 'function',
-  'function': {
-    'name': 'add',
-    'parameters': {
-      'type': 'object',
-      'properties': {'a': {'type': 'integer'}, 'note': {'type': 'string'}},
-    },
-  },
-}
 CALL = (
   '<tool_call>add<arg_key>a</arg_key><arg_value>17</arg_value><arg_key>note</arg_key>'
   '<arg_value>zwölf 🦀</arg_value></tool_call>'

@@ -11,20 +11,11 @@ from glm5_jax.data.chat_parse import STOP_TOKENS, parse
 from glm5_jax.data.tokenizer import ByteTokenizer, train_bpe
 from glm5_jax.infer.server_chat import ChatReader, chat_job, message_of
 from glm5_jax.infer.server_requests import ApiError, Fields, Sizes
+from tests.infer.serving import TOOL
 
 BYTES = ByteTokenizer()
 BPE = train_bpe(['the weather in Oslo is 4 degrees, in Rome 15 degrees 中\n' * 20], 340)
 SIZES = Sizes(vocab_size=BYTES.vocab_size, max_length=4096, new_tokens=4096, sequences=8)
-TOOL = {
-  'type': 'function',
-  'function': {
-    'name': 'add',
-    'parameters': {
-      'type': 'object',
-      'properties': {'a': {'type': 'integer'}, 'note': {'type': 'string'}},
-    },
-  },
-}
 OTHER = {'type': 'function', 'function': {'name': 'sub'}}
 CALL = '<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>'
 
