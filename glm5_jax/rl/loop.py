@@ -101,7 +101,10 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
 
     # --- The loop ---
     reason, row = '', {}
-    with MetricsWriter(path, step) as writer, ProgressLine(steps, step) as progress:
+    with (
+      MetricsWriter(path, step) as writer,
+      ProgressLine(steps, step, value='reward') as progress,
+    ):
       if not step:
         row = evaluate(engine, tokenizer, parts.play)
         progress.note(said(row))

@@ -17,15 +17,22 @@ class ProgressLine:
   Args:
     total: the last step.
     step: the step the run starts from.
+    value: what the number is that every step shows.
     stream: where to write; standard output by default.
     seconds: between plain lines.
   """
 
   def __init__(
-    self, total: int, step: int = 0, *, stream: TextIO | None = None, seconds: float = 5.0
+    self,
+    total: int,
+    step: int = 0,
+    *,
+    value: str = 'loss',
+    stream: TextIO | None = None,
+    seconds: float = 5.0,
   ):
     self._total, self._step = total, step
-    self._seconds = seconds
+    self._value, self._seconds = value, seconds
     self._stream = stream or sys.stdout
     self._last_line = -float('inf')
     self._timed: tuple[float, int] | None = None
@@ -41,7 +48,7 @@ class ProgressLine:
       self._task = self._bar.add_task(self._text, total=total, completed=step)
       self._bar.start()
 
-  def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+  def update(self, step: int, value: float, tokens_per_second: float) -> None:
     """Shows a finished step. The time left comes from the steps after the first, which compiles."""
     now = time.monotonic()
     self._step = step
@@ -52,7 +59,8 @@ class ProgressLine:
       start, first = self._timed
       left = f'  {_duration((now - start) / (step - first) * (self._total - step))} left'
     self._text = (
-      f'step {step}/{self._total}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{left}'
+      f'step {step}/{self._total}  {self._value} {value:.4f}'
+      f'  {tokens_per_second:,.0f} tokens/s{left}'
     )
     self._show(force=step >= self._total)
 

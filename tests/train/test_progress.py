@@ -35,6 +35,12 @@ def test_plain_lines_come_every_few_seconds():
   assert out.getvalue().endswith('held-out 1.0\n')
 
 
+def test_the_number_is_called_what_it_is():
+  out = io.StringIO()
+  ProgressLine(10, value='reward', stream=out).update(1, 0.25, 10)
+  assert out.getvalue() == 'step 1/10  reward 0.2500  10 tokens/s\n'
+
+
 def test_one_live_line_on_a_terminal(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm-256color')
   monkeypatch.setenv('COLUMNS', '120')
