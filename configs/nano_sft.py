@@ -3,7 +3,7 @@
   python -m experiments.run --config=configs/nano_sft.py --workdir=/tmp/nano_sft
 
 Starts from the demo's run (`make demo`, or --config.init_from=DIR). Word problems, school physics, small
-functions, a calculator and two-hop look-ups, shown by a teacher that is careless half of the time: what is
+functions, a calculator and two-hop look-ups, shown by a teacher that is careless more often than not: what is
 left for reinforcement learning to sort out. The report has the loss of each category, how many of the
 model's turns parse, and how many tasks it solves. With quantisation-aware training of the experts (section
 2.4): --config.optim.int4_group=32. Sized for 6 minutes on 2 CPU cores, not timed; bits per byte of what the

@@ -189,11 +189,23 @@ def _between(items: list[_Item], opening: str, closing: str) -> tuple[str | None
   return None, items
 
 
+# What `json` reads and writes and JSON does not know.
+_NO_JSON = ('NaN', 'Infinity', '-Infinity')
+
+
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-  """JSON where it is JSON and the schema does not ask for a string."""
+  """JSON where it is JSON and the schema does not ask for a string.
+
+  Where the schema says nothing, what is not spelled as JSON would spell it stays text (`1E1`, `007`,
+  `"a"`): as a number it would be written back with other tokens.
+  """
   if schema.get('type') == 'string':
     return text
   try:
-    return json.loads(text)
+    value = json.loads(text)
   except ValueError:
     return text
+  if schema.get('type') or isinstance(value, list | dict):
+    return value
+  spelled = not isinstance(value, str) and text not in _NO_JSON and json.dumps(value) == text
+  return value if spelled else text

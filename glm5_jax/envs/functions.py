@@ -40,7 +40,7 @@ class Functions:
   name = 'code'
   tools: Sequence[Mapping[str, Any]] = ()
 
-  def __init__(self, careless: float = 0.5, sandbox: Sandbox = Sandbox()):
+  def __init__(self, careless: float = 0.6, sandbox: Sandbox = Sandbox()):
     self._careless = careless
     self._sandbox = sandbox
 

@@ -81,7 +81,7 @@ class WordProblems:
   name = 'math'
   tools: Sequence[Mapping[str, Any]] = ()
 
-  def __init__(self, largest: int = 9, careless: float = 0.5):
+  def __init__(self, largest: int = 9, careless: float = 0.6):
     self._largest = largest
     self._careless = careless
 
@@ -129,7 +129,7 @@ class Calculator:
     },
   )
 
-  def __init__(self, largest: int = 99, careless: float = 0.5):
+  def __init__(self, largest: int = 99, careless: float = 0.6):
     self._largest = largest
     self._careless = careless
 

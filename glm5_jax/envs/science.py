@@ -43,7 +43,7 @@ class Science:
   name = 'science'
   tools: Sequence[Mapping[str, Any]] = ()
 
-  def __init__(self, largest: int = 12, careless: float = 0.5):
+  def __init__(self, largest: int = 12, careless: float = 0.6):
     self._largest = largest
     self._careless = careless
 

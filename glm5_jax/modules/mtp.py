@@ -43,21 +43,22 @@ class MTPLayer(nn.Module):
     return hidden, (hidden, selection, aux)
 
 
-def scanned(config: ModelConfig, options: Options, name: str) -> nn.Module:
+def scanned(config: ModelConfig, options: Options, name: str, new: bool) -> nn.Module:
   """The MTP layers, stacked on a leading parameter axis.
 
   Called with [rounds, layers, B, T, D] embeddings it runs all layers one after another in each round;
-  the rounds share the parameters.
+  the rounds share the parameters. Only where these are `new` must flax trace a round twice, to see that
+  they do not depend on it; interpreted kernels cannot be traced like that.
   """
   in_axes = (0, nn.broadcast, nn.broadcast)
   one_round = nn.scan(
     rematerialised(MTPLayer, config), variable_axes={'params': 0}, split_rngs={'params': True},
     in_axes=in_axes, out_axes=0,
-    length=config.num_nextn_predict_layers,
+    length=config.num_nextn_predict_layers, check_constancy_invariants=False,
   )  # fmt: skip
   rounds = nn.scan(
     one_round, variable_broadcast='params', split_rngs={'params': False}, in_axes=in_axes,
-    out_axes=0,
+    out_axes=0, check_constancy_invariants=new,
   )  # fmt: skip
   return rounds(config, options, name=name)
 

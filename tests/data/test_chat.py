@@ -123,6 +123,11 @@ def test_a_thought_that_the_template_closed_is_not_the_models():
 
 WORDS = st.text(st.characters(exclude_categories=['Cs']), max_size=12)
 FILLED = WORDS.filter(lambda t: t.strip() and '<' not in t)
+# Text that looks like a list or an object is read as one.
+VALUES = FILLED.filter(lambda t: t.strip()[0] not in '[{') | st.from_regex(
+  r'-?0?[0-9]{1,3}(\.[0-9]{1,3})?([eE][+-]?[0-9]{1,3})?|NaN|-?Infinity|true|null|"[a-z]*"',
+  fullmatch=True,
+)
 
 
 @st.composite
@@ -132,7 +137,7 @@ def conversations(draw):
   for _ in range(draw(st.integers(1, 4))):
     out.append({'role': 'user', 'content': draw(WORDS)})
     for _ in range(draw(st.integers(0, 2))):
-      arguments = draw(st.dictionaries(FILLED, st.one_of(st.integers(), FILLED), max_size=2))
+      arguments = draw(st.dictionaries(FILLED, st.one_of(st.integers(), VALUES), max_size=2))
       call = {'function': {'name': draw(FILLED).strip(), 'arguments': arguments}}
       reasoning = draw(FILLED)
       out.append(

@@ -27,9 +27,18 @@ class Instruction(NamedTuple):
 
   @property
   def replica_groups(self) -> list[list[int]]:
-    """Of a collective: which devices take part together. Written out, or as a transposed range."""
+    """Of a collective: which devices take part together.
+
+    Written out, or as a transposed range, or by names of the mesh's axes (newer compilers).
+    """
     if listed := re.search(r'replica_groups=\{(\{.*?\})\}', self.text):
       return [_integers(group) for group in re.findall(r'\{(.*?)\}', listed[1])]
+    if named := re.search(r'replica_groups=mesh\[(.*?)\] \{(.*?)\}', self.text):
+      mesh = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+      inner = [axis for axis in mesh if f"'{axis}'" in named[2]]
+      order = [list(mesh).index(axis) for axis in [a for a in mesh if a not in inner] + inner]
+      devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())).transpose(order)
+      return devices.reshape(-1, math.prod(mesh[axis] for axis in inner)).tolist()
     found = re.search(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', self.text)
     assert found is not None, self.text
     devices = np.arange(math.prod(_integers(found[2]))).reshape(_integers(found[2]))
