@@ -8,7 +8,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench bench-kernels lock clean
+.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench bench-kernels aot lock clean
 
 # The first interpreter on the path that is new enough and can make a virtual environment.
 USABLE = -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -43,6 +43,7 @@ help:
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make bench        side-by-side speed of this code and transformers'
 	@echo 'make bench-kernels  cycles of the Pallas kernels on three TPU chips, from the compiler'
+	@echo 'make aot          the 744B configs compiled for pods that are not here: memory, FLOPs, traffic'
 	@echo 'make lock         resolve requirements-*.txt anew and write the lock files'
 	@echo 'make clean        remove environments and caches, keep runs/'
 
@@ -92,6 +93,10 @@ bench-kernels: $(STAMP_TPU)
 	@echo '[bench-kernels] compiling for v5p, v6e and tpu7x; tens of minutes on two cores'
 	for chip in v5p:2x2x1 v6e:2x2 tpu7x:2x2x1; do \
 	  .venv-tpu/bin/python -m pallas_kernels.bench --topology=$$chip $(BENCH_ARGS) || exit 1; done
+
+aot: $(STAMP_TPU)
+	@echo '[aot] every 744B compile of benchmarks/aot_table.py that has no result in runs/aot yet'
+	.venv-tpu/bin/python -m benchmarks.aot_table $(AOT_ARGS)
 
 # One recipe for all environments; $(1) the directory, $(2) the requirement flags.
 define install

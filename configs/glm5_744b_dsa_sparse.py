@@ -21,7 +21,12 @@ def get_config():
   c.model = model(
     'glm5', index_topk=2048,
     dtype='bfloat16', param_dtype='float32', remat='block',  # Our choice.
+    expert_matmul='ragged_dot', expert_capacity=2.0,  # As in pre-training.
+    attention_chunk_elements=1 << 29,  # As in mid-training, and so the mesh.
   )  # fmt: skip
+  c.mesh.fsdp = -1
+  c.mesh.expert = 8
+  c.mesh.context = 32
 
   c.data.sources.kind = 'array_record'
   c.data.sources.path = 'data/midtrain_200k/*.array_record*'  # A placeholder; mid-training's data.
@@ -32,7 +37,7 @@ def get_config():
   c.data.seq_len = 202752
   c.data.batch_size = 320  # "Hyper-parameters of mid-training": the batch of our 200K stage.
   c.data.seed = 5
-  c.train.grad_accum = 16  # Our choice, as in mid-training.
+  c.train.grad_accum = 10  # Our choice, as in mid-training.
   c.train.steps = 308
 
   c.optim.name = 'muon_split'

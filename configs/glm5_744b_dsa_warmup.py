@@ -16,7 +16,15 @@ def get_config():
   c = base()
   c.stage = 'dsa_warmup'
   c.init_from = 'runs/glm5_744b_200k'
-  c.model = model('glm5', dtype='bfloat16', param_dtype='float32', remat='block')  # Our choice.
+  c.model = model(
+    'glm5', dtype='bfloat16', param_dtype='float32', remat='block',  # Our choice.
+    expert_matmul='ragged_dot', expert_capacity=2.0,  # As in pre-training.
+    attention_chunk_elements=1 << 29,  # As in mid-training.
+  )  # fmt: skip
+  # docs/scale.md. 14 rows are 7 times 2, so micro-batches have 2, whose devices also divide the
+  # experts. Few chips are enough, without gradients and momentum of 744B parameters.
+  c.mesh.expert = 2
+  c.mesh.context = -1
 
   c.data.sources.kind = 'array_record'
   c.data.sources.path = 'data/midtrain_200k/*.array_record*'  # A placeholder; mid-training's data.
@@ -26,6 +34,7 @@ def get_config():
   c.data.packing = 'best_fit'  # As in mid-training.
   c.data.seq_len = 202752
   c.data.batch_size = 14
+  c.train.grad_accum = 7
   c.data.seed = 4
   c.train.steps = 1000
 

@@ -11,13 +11,14 @@ Numbers without a remark are the paper's (arXiv 2602.15763, section 2.3 and appe
 
 from configs.base import base, model
 
-# Row length, rows a step, steps, the run before, tokens of mid-training at the start and at the end.
+# Row length, rows a step, steps, the run before, tokens of mid-training at the start and at the end;
+# devices that share a row, and micro-batches.
 # The batch of 64 Mi tokens at the end of pre-training stays, up to whole rows (320 of them at 200K, which
 # divides well). The paper only says that it is constant after the first 500B tokens of pre-training.
 STAGES = {
-  '32k': (32768, 2048, 14901, 'pretrain', 0.0, 1e12),
-  '128k': (131072, 512, 7451, '32k', 1e12, 1.5e12),
-  '200k': (202752, 320, 771, '128k', 1.5e12, 1.55e12),
+  '32k': (32768, 2048, 14901, 'pretrain', 0.0, 1e12, 8, 16),
+  '128k': (131072, 512, 7451, '32k', 1e12, 1.5e12, 32, 16),
+  '200k': (202752, 320, 771, '128k', 1.5e12, 1.55e12, 32, 10),
 }
 
 
@@ -25,14 +26,23 @@ def get_config(stage: str = '32k'):
   """`python -m experiments.run --config=configs/glm5_744b_midtrain.py:32k --workdir=DIR`."""
   if stage not in STAGES:
     raise ValueError(f'unknown stage {stage!r}, known are {list(STAGES)}')
-  length, rows, steps, before, start, end = STAGES[stage]
+  length, rows, steps, before, start, end, context, micro_batches = STAGES[stage]
   c = base()
   c.stage = 'midtrain'
   c.init_from = f'runs/glm5_744b_{before}'
   c.model = model(
     'glm5', sparse_attention=False, dtype='bfloat16', param_dtype='float32', remat='block',
     rope_theta=1e6,  # From 10,000, at the 32K stage (GLM-4.5).
+    expert_matmul='ragged_dot', expert_capacity=2.0,  # As in pre-training.
+    # Scores of a chunk of queries: enough of them to use a matrix unit, and 2 GiB.
+    attention_chunk_elements=1 << 29,
   )  # fmt: skip
+  # docs/scale.md. 4,096 tokens of a row on a device, 6,336 at 200K. No more devices to a row than that
+  # needs, since each makes the keys and values of the whole row. For up to 1,024 devices, which have
+  # a row of a micro-batch each.
+  c.mesh.fsdp = -1
+  c.mesh.expert = 8
+  c.mesh.context = context
 
   # Placeholders for repositories, reasoning data, long documents and agents' trajectories.
   c.data.sources.kind = 'array_record'
@@ -44,7 +54,7 @@ def get_config(stage: str = '32k'):
   c.data.seq_len = length
   c.data.batch_size = rows
   c.data.seed = list(STAGES).index(stage) + 1
-  c.train.grad_accum = 16  # Our choice: micro-batches of about 4 Mi tokens.
+  c.train.grad_accum = micro_batches  # Our choice: of 4 to 6 Mi tokens each.
   c.train.steps = steps
 
   c.optim.name = 'muon_split'

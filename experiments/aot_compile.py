@@ -4,7 +4,8 @@
 
 It needs the TPU compiler (`pip install 'jax[tpu]'`) and no TPU: nothing is run. Any value of the
 config can be changed as in experiments/run.py; `--config.mesh.AXIS=N` is how the chips are divided.
-The last line is one JSON object.
+With `--plan` the compiler stops before machine code: all that is reported is decided by then, and
+machine code takes most of its time. The last line is one JSON object.
 """
 
 import json
@@ -18,7 +19,7 @@ from experiments import run
 
 USAGE = (
   'usage: python -m experiments.aot_compile --config=configs/NAME.py [--config.KEY=VALUE ...]'
-  ' --topology=CHIP:SHAPE'
+  ' --topology=CHIP:SHAPE [--plan]'
 )
 
 
@@ -30,7 +31,7 @@ def report(needs: Any, topology: Any) -> str:
   mesh = ', '.join(f'{axis} {n}' for axis, n in needs.mesh.items() if n > 1) or 'one device'
   lines = [
     f'{topology.name}: {needs.chips} of {topology.chips} chips; mesh: {mesh}; compiled in'
-    f' {needs.compile_seconds:.0f} s',
+    f' {needs.compile_seconds:.0f} s of CPU time',
     '',
     'memory of a chip, GB',
     f'  state and batch    {needs.argument_bytes / 1e9:10.2f}',
@@ -45,7 +46,8 @@ def report(needs: Any, topology: Any) -> str:
     f'  bytes of HBM       {work.bytes:10.3e} a device',
   ]
   lines += [
-    f'  {name:<19}{c.calls:10,} a device, {c.payload:.3e} bytes, of which it sends {c.sent:.3e}'
+    f'  {name:<19}{c.calls:10,} a device, {c.payload:.3e} bytes, of which it sends {c.sent:.3e};'
+    f' {c.started:,} can overlap'
     for name, c in sorted(work.collectives.items())
   ]
   if work.unknown_loops:
@@ -77,7 +79,7 @@ def as_json(needs: Any, topology: Any) -> dict[str, Any]:
     'peak_bytes_per_chip': needs.peak_bytes,
     'hbm_bytes_per_chip': topology.chip.hbm_bytes,
     'fits': needs.fits,
-    'compile_seconds': round(needs.compile_seconds, 1),
+    'compile_cpu_seconds': round(needs.compile_seconds, 1),
     'tokens': needs.tokens,
     'flops_per_chip': needs.flops,
     'model_flops': needs.model_flops,
@@ -85,10 +87,12 @@ def as_json(needs: Any, topology: Any) -> dict[str, Any]:
     'bytes_accessed_per_chip': work.bytes * per_chip,
     'collectives_per_chip': {
       name: {
-        'count': c.calls, 'bytes': c.payload * per_chip, 'sent_bytes': c.sent * per_chip
+        'count': c.calls, 'async_count': c.started, 'bytes': c.payload * per_chip,
+        'sent_bytes': c.sent * per_chip,
       }
       for name, c in sorted(work.collectives.items())
     },
+    'zero3_bytes_per_chip': needs.zero3_bytes,
     'kernel_flops_per_chip': {k: v * per_chip for k, v in sorted(work.kernels.items())},
     'loops_of_unknown_length': work.unknown_loops,
     'roofline_seconds': {
@@ -101,7 +105,7 @@ def as_json(needs: Any, topology: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Returns the exit status: 0 done, 2 wrong usage or an impossible config."""
+  """Returns the exit status: 0 done, 1 the compiler refuses, 2 wrong usage or an impossible config."""
   argv = list(sys.argv if argv is None else argv)
   if any(a in ('-h', '--help', '-help', '--helpfull') for a in argv[1:]):
     print(f'{__doc__}\n{USAGE}')
@@ -111,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'error: name one --topology=CHIP:SHAPE; {USAGE}', file=sys.stderr)
     return 2
   try:
-    rest = [a for a in argv[1:] if a not in chosen]
+    plan = '--plan' in argv
+    rest = [a for a in argv[1:] if a not in (*chosen, '--plan')]
     config, _ = run.parse([argv[0], *rest, '--workdir=none'])
   except run.UsageError as e:
     print(f'error: {e}', file=sys.stderr)
@@ -122,19 +127,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     'TPU_SKIP_MDS_QUERY': '1',
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
   }
+  import jax
+
   from glm5_jax.aot import step
   from glm5_jax.train.prepare import ConfigError
 
   try:
     topology = step.find_topology(chosen[0].partition('=')[2])
-    needs = step.compile_step(config, topology)
+    needs = step.compile_step(config, topology, plan)
   except ConfigError as e:
     print(f'error: {e}', file=sys.stderr)
     return 2
+  except jax.errors.JaxRuntimeError as e:
+    print(f'error: the compiler refuses: {e}', file=sys.stderr)
+    return 1
   print(report(needs, topology))
-  print(json.dumps(as_json(needs, topology)), flush=True)
+  print(json.dumps(as_json(needs, topology) | {'machine_code': not plan}), flush=True)
   return 0
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  status = main()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)  # With --plan the compiler is still at work, and cannot be stopped.

@@ -3,7 +3,7 @@
 Any value of the config can be changed on the command line (`--config.optim.peak_lr=2e-3`). Running the
 same command again resumes the run in DIR. A config with `stages` (configs/nano_pipeline.py) runs them one
 after another; there a key begins with its stage (`--config.stages.pretrain.train.steps=100`). What a person can get wrong ends in one line and exit
-status 2.
+status 2. In several processes: experiments/launch.py, or the variables of glm5_jax/train/distributed.py.
 """
 
 import difflib
@@ -138,22 +138,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'error: {e}', file=sys.stderr)
     return 2
   # Importing jax takes seconds; typing mistakes should not have to wait for it.
+  from jax.errors import JaxRuntimeError
+
   from glm5_jax.data import DataError
   from glm5_jax.rl import loop as rl_loop
-  from glm5_jax.train import loop, pipeline
+  from glm5_jax.train import distributed, loop, pipeline
   from glm5_jax.train.checkpoint import CheckpointError
   from glm5_jax.train.workdir import WorkdirError
 
   try:
+    distributed.start()
     train = loop.train
     if 'stages' in config:
       train = pipeline.train
     elif 'rl' in config:
+      distributed.check_alone('a config with an `rl` section')
       train = rl_loop.train
     return train(config, workdir, command=_command(argv))
-  except (loop.ConfigError, DataError, CheckpointError, WorkdirError) as e:
+  except distributed.ProcessError as e:
     print(f'error: {e}', file=sys.stderr)
     return 2
+  except (loop.ConfigError, DataError, CheckpointError, WorkdirError) as e:
+    distributed.end_if_alone(e)  # What failed may have been to reach the others.
+    print(f'error: {e}', file=sys.stderr)
+    return 2
+  except JaxRuntimeError as e:
+    distributed.end_if_alone(e)
+    raise
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 P = PartitionSpec
@@ -70,7 +71,9 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
       f'mesh {dict(zip(AXES, sizes, strict=True))} is for {math.prod(sizes)} devices;'
       f' there are {len(devices)}'
     )
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
+  # Not jax.make_mesh: it refuses sizes that cut an axis of a TPU slice in two.
+  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def layer_spec(path: str) -> PartitionSpec:
@@ -172,25 +175,56 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
   )
 
 
+def local_rows(mesh: Mesh, rows: int, micro_batches: int = 1) -> np.ndarray:
+  """Which of a batch's rows lie on devices of this process, ascending.
+
+  Processes whose devices differ along other axes only have the same rows.
+  """
+  where = NamedSharding(mesh, P(BATCH_AXES)).addressable_devices_indices_map((rows,))
+  dealt = _dealt(mesh, rows, micro_batches)
+  return np.unique(np.concatenate([dealt[index] for index in where.values()]))
+
+
+def _dealt(mesh: Mesh, rows: int, micro_batches: int) -> np.ndarray:
+  """The row of the batch at each place of the array on the mesh."""
+  count = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+  # [micro-batch, device, row] -> [device, micro-batch, row]
+  return np.arange(rows).reshape(micro_batches, count, -1).swapaxes(0, 1).ravel()
+
+
 def place_batch(
-  batch: Mapping[str, Any], mesh: Mesh, micro_batches: int = 1
+  batch: Mapping[str, Any], mesh: Mesh, micro_batches: int = 1, whole: bool = True
 ) -> dict[str, jax.Array]:
   """A batch on the mesh: arrays [B, T] split by rows and over the sequence, scalars everywhere.
 
   Rows are dealt so that micro-batch i of a step, which takes the i-th part of the rows of every
   device, has the same rows as without a mesh; empty ones (segment 0) fill up a batch that does not
-  divide. Every process is given the whole batch.
+  divide.
+
+  Args:
+    batch: the whole of it, or in each process its own part.
+    mesh: where.
+    micro_batches: of a step.
+    whole: whether every process has the whole batch. Otherwise it has its `local_rows` of a batch
+      that divides.
   """
   count = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+  own = count if whole else len(local_rows(mesh, count))
 
   def place(x):
     x = np.asarray(x)
     if not x.ndim:
-      return jax.device_put(x, NamedSharding(mesh, P()))
-    x = np.pad(x, [(0, -len(x) % (micro_batches * count))] + [(0, 0)] * (x.ndim - 1))
-    # [micro-batch, device, row] -> [device, micro-batch, row]
-    dealt = x.reshape(micro_batches, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, BATCH), dealt.__getitem__)
+      return jax.make_array_from_callback((), NamedSharding(mesh, P()), lambda _: x)
+    x = np.pad(x, [(0, -len(x) % (micro_batches * own))] + [(0, 0)] * (x.ndim - 1))
+    rows = len(x) // own * count
+    held = np.arange(rows) if whole else local_rows(mesh, rows, micro_batches)
+    places = np.searchsorted(held, _dealt(mesh, rows, micro_batches))
+
+    def shard(index: Any) -> np.ndarray:
+      return x[places[index[0]]][:, *index[1:]]
+
+    shape = len(places), *x.shape[1:]
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH), shard)
 
   return {name: place(x) for name, x in batch.items()}
 

@@ -24,6 +24,7 @@ _FREE = frozenset({
   'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional', 'call',
   'after-all', 'opt-barrier', 'partition-id', 'replica-id', 'reshape', 'iota', 'add-dependency',
 })  # fmt: skip
+_GROUPED = ('ragged-dot', 'tgmm')  # XLA's grouped matmul; JAX's for its weights' gradient.
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 
 
@@ -73,6 +74,9 @@ class Collective(NamedTuple):
   calls: int
   payload: float  # The larger of operands and results; of a ragged all-to-all the smaller.
   sent: float
+  started: int = (
+    0  # Of the calls, those that only start something and end later: these can overlap.
+  )
 
 
 class Work(NamedTuple):
@@ -85,30 +89,42 @@ class Work(NamedTuple):
   unknown_loops: int  # Loops whose number of iterations depends on data: counted once.
 
 
-def measure(text: str) -> Work:
+def measure(text: str, filled: float = 1.0) -> Work:
   """Reads the text of a compiled program, `jax.stages.Compiled.as_text()`.
 
   Counted are products of matrices, in FLOPs of two a multiply-add; those of custom calls by their
   own estimate, or of XLA's grouped matmul by its shapes. Bytes are those of every operand and
   result of what is not fused, of slices and in-place updates only the part they touch: an estimate,
   as what stays in caches is not known.
+
+  Args:
+    text: the program.
+    filled: share of the rows of grouped matmuls that belong to a group; their kernels compute no
+      others.
   """
   computations, entry = parse(text)
   flops, traffic = 0.0, 0.0
   kernels: dict[str, float] = {}
   collectives: dict[str, Collective] = {}
   runs, unknown = walk(computations, entry)
+  everything = (i for computation in computations.values() for i in computation.values())
+  started = [i for i in everything if i.opcode == 'async-start']
+  apart = {id(computations[name]) for i in started for name in _called(i)}
   for instruction, computation, times, fused in runs:
     opcode = instruction.opcode.removesuffix('-start')
     if opcode in ('dot', 'convolution'):
       flops += times * _matmul_flops(instruction, computation)
     elif opcode == 'custom-call' and 'tpu_custom_call' in instruction.text:
       name = re.sub(r'[.\d]+$', '', instruction.name)
-      found = times * _kernel_flops(instruction, computation)
-      kernels[name] = kernels.get(name, 0.0) + found
-      flops += found
+      work = times * _kernel_flops(instruction, computation)
+      work *= filled if name.startswith(_GROUPED) else 1.0
+      kernels[name] = kernels.get(name, 0.0) + work
+      flops += work
     elif opcode in COLLECTIVES:
-      collectives[opcode] = _added(collectives.get(opcode), instruction, computation, times)
+      found = _added(collectives.get(opcode), instruction, computation, times)
+      if opcode != instruction.opcode or id(computation) in apart:
+        found = found._replace(started=found.started + times)
+      collectives[opcode] = found
     if not fused:
       traffic += times * _traffic(instruction, computation, computations)
   return Work(flops, traffic, collectives, kernels, unknown)
@@ -337,7 +353,9 @@ def _added(
   share = 1.0 if opcode.startswith('collective') else (n - 1) / n
   sent = payload * share * (2 if opcode == 'all-reduce' else 1)
   old = before or Collective(0, 0.0, 0.0)
-  return Collective(old.calls + times, old.payload + times * payload, old.sent + times * sent)
+  return old._replace(
+    calls=old.calls + times, payload=old.payload + times * payload, sent=old.sent + times * sent
+  )
 
 
 def _hbm(arrays: tuple[Array, ...]) -> float:

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from glm5_jax import sharding
-from glm5_jax.aot import hlo
+from glm5_jax.aot import hlo, program
 from glm5_jax.aot.chips import CHIPS, Chip, Roofline, roofline
-from glm5_jax.modules.model import init_params
+from glm5_jax.config import ModelConfig
+from glm5_jax.modules.model import abstract_params, init_params
 from glm5_jax.train import flops
 from glm5_jax.train.placement import Placement
 from glm5_jax.train.prepare import ConfigError, Parts, prepare, prepare_mesh
@@ -40,11 +42,12 @@ class Needs(NamedTuple):
     argument_bytes, temporary_bytes, peak_bytes: The state and batch that a step is given; what it
       uses besides; and the most that there is at once, what the compiler reports or the sum of the two.
     fits: Whether the peak is within the chip's memory.
-    compile_seconds: Lowering included.
-    work: Of one device in one step.
+    compile_seconds: Of CPU time, of all cores together; lowering included.
+    work: Of one device in one step, at an even load of the experts.
     flops: Of a chip in one step.
     model_flops: Of all chips, by the mathematics (train/flops.py).
     tokens: Of all chips in one step.
+    zero3_bytes: What a chip would send in a step of ideal ZeRO-3, see `zero3_bytes`.
     roofline: By the chip's published figures.
   """
 
@@ -59,6 +62,7 @@ class Needs(NamedTuple):
   flops: float
   model_flops: float
   tokens: int
+  zero3_bytes: float
   roofline: Roofline
 
   @property
@@ -94,25 +98,28 @@ def find_topology(name: str) -> Topology:
   return Topology(name, math.prod(map(int, sizes)), CHIPS[kind], list(found.devices))
 
 
-def compile_step(config: Mapping[str, Any], topology: Topology) -> Needs:
+def compile_step(config: Mapping[str, Any], topology: Topology, plan: bool = False) -> Needs:
   """Compiles the step of a run config, for full batches; on the first device alone without a mesh.
+
+  Args:
+    config: of the run.
+    topology: the chips.
+    plan: without machine code, which nothing here reads; see `program.planned`.
 
   Raises:
     ConfigError: the config is impossible, or does not go with the topology.
+    jax.errors.JaxRuntimeError: the compiler refuses, for instance for lack of memory.
   """
   parts = prepare(config)
   mesh = prepare_mesh(config, parts, topology.devices) or sharding.make_mesh(
     {}, topology.devices[:1]
   )
-  clock = time.monotonic()
-  compiled = lower(parts, mesh, infilling=config['data'].get('objective') == 'infilling').compile()
-  seconds = time.monotonic() - clock
+  clock = time.process_time()
+  lowered = lower(parts, mesh, infilling=config['data'].get('objective') == 'infilling')
+  found = program.planned(lowered) if plan else program.compiled(lowered)
+  seconds = time.process_time() - clock
 
-  memory: Any = compiled.memory_analysis()
-  arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-  fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  peak = max(arguments + temporary + fresh, getattr(memory, 'peak_memory_in_bytes', 0))
-  work = hlo.measure(compiled.as_text() or '')
+  work = hlo.measure(found.text, filled_rows(parts.model, mesh.shape['expert']))
   per_chip = len(topology.devices) // topology.chips if mesh.size > 1 else 1
   chip = topology.chip
   if len(topology.devices) > topology.chips:  # Two devices a chip: each has half of it.
@@ -122,10 +129,11 @@ def compile_step(config: Mapping[str, Any], topology: Topology) -> Needs:
   sent = sum(c.sent for c in work.collectives.values())
   tokens = parts.plan.rows * parts.plan.seq_len
   return Needs(
-    chips=max(1, mesh.size // per_chip), mesh=dict(mesh.shape), argument_bytes=arguments * per_chip,
-    temporary_bytes=temporary * per_chip, peak_bytes=peak * per_chip, fits=peak <= chip.hbm_bytes,
-    compile_seconds=seconds, work=work, flops=work.flops * per_chip,
-    model_flops=model_flops(parts), tokens=tokens,
+    chips=max(1, mesh.size // per_chip), mesh=dict(mesh.shape),
+    argument_bytes=found.argument_bytes * per_chip,
+    temporary_bytes=found.temporary_bytes * per_chip, peak_bytes=found.peak_bytes * per_chip,
+    fits=found.peak_bytes <= chip.hbm_bytes, compile_seconds=seconds, work=work, flops=work.flops * per_chip,
+    model_flops=model_flops(parts), tokens=tokens, zero3_bytes=zero3_bytes(parts),
     roofline=roofline(chip, work.flops, work.bytes, sent),
   )  # fmt: skip
 
@@ -150,6 +158,35 @@ def lower(parts: Parts, mesh: Mesh, infilling: bool = False) -> jax.stages.Lower
   with place.context():
     step: Any = make_train_step(parts.model, parts.objective, tx, schedule, mesh)
     return step.trace(abstract, batch).lower(lowering_platforms=('tpu',))
+
+
+def zero3_bytes(parts: Parts) -> float:
+  """What a device would send in a step if all of them divided nothing but the batch and the state.
+
+  In each micro-batch every parameter is gathered twice, forward and backward, and the gradient of
+  every trained one is scattered once, all in the type of the computation.
+  """
+  params = abstract_params(parts.model)
+
+  def count(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+  numbers = 2 * count(params) + count(parts.objective.stage.split(params)[0])
+  return float(numbers * jnp.dtype(parts.model.dtype).itemsize * parts.plan.micro_batches)
+
+
+def filled_rows(model: ModelConfig, devices: int) -> float:
+  """Share of the rows of an expert layer's buffer that an even load of the experts fills.
+
+  Args:
+    model: its `expert_capacity` says how large the buffer is.
+    devices: that divide the experts; on one all rows are filled.
+  """
+  if devices == 1:
+    return 1.0
+  chosen = model.num_experts_per_tok
+  largest = devices * min(chosen, model.n_routed_experts // devices) / chosen
+  return 1.0 / min(largest, model.expert_capacity or largest)
 
 
 def model_flops(parts: Parts) -> float:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -92,24 +93,24 @@ class PackedRows(grain.MapDataset):
 
 
 class _ProcessRows(grain.MapDataset):
-  """The rows of one process: block p of each global batch, so that the batch is P's own business."""
+  """The rows of one process: always the same of each global batch."""
 
-  def __init__(self, parent: grain.MapDataset, batch: int, local: int, index: int):
+  def __init__(self, parent: grain.MapDataset, batch: int, rows: Sequence[int]):
     super().__init__(parent)
-    self._batch, self._local, self._index = batch, local, index
+    self._batch, self._rows = batch, rows
 
   def __len__(self) -> int:
-    return len(self._parent) // self._batch * self._local
+    return len(self._parent) // self._batch * len(self._rows)
 
   def __getitem__(self, index):
     if isinstance(index, slice):
       return self.slice(index)
-    step, row = divmod(index, self._local)
-    return self._parent[step * self._batch + self._index * self._local + row]
+    step, row = divmod(index, len(self._rows))
+    return self._parent[step * self._batch + int(self._rows[row])]
 
 
 class TrainIterator(grain.DatasetIterator):
-  """Endless iterator over batches, each array [batch_size / process_count, T].
+  """Endless iterator over batches: of each array [batch_size, T], the rows of one process.
 
   A `grain.DatasetIterator`, so Orbax saves and restores it; the state is a small JSON-able dict,
   equal on all processes, and valid for any number of them.
@@ -170,32 +171,39 @@ class TrainIterator(grain.DatasetIterator):
 
 
 def make_train_iterator(
-  corpus: Corpus, process_index: int = 0, process_count: int = 1
+  corpus: Corpus,
+  process_index: int = 0,
+  process_count: int = 1,
+  rows: Sequence[int] | None = None,
 ) -> TrainIterator:
   """The training batches of one process.
 
-  Global batch number b is the same for every `process_count`; process p has its p-th block of rows.
+  Global batch number b is the same for every `process_count`; process p has its p-th block of rows,
+  or `rows`, those that its devices compute (`sharding.local_rows`).
 
   Args:
     corpus: From `load_corpus`.
     process_index: This process, e.g. `jax.process_index()`.
     process_count: All of them; divides the batch size.
+    rows: Which rows of every batch, instead of a block.
 
   Raises:
     DataError: The batch cannot be divided, or the tokenizer lacks a token that the settings need.
   """
   config = corpus.config
-  local_size = config.rows_per_process(process_index, process_count)
-  rows, shuffled = {}, []
+  if rows is None:
+    count = config.rows_per_process(process_index, process_count)
+    rows = range(process_index * count, (process_index + 1) * count)
+  packed, shuffled = {}, []
   for number, part in enumerate(corpus.train):
     seed = int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])
-    name = part.source.name if part.source.name not in rows else f'{part.source.name}#{number}'
-    rows[name] = PackedRows(part, config, seed, corpus.tokenizer)
-    shuffled.append(rows[name].shuffle(seed).repeat())
+    name = part.source.name if part.source.name not in packed else f'{part.source.name}#{number}'
+    packed[name] = PackedRows(part, config, seed, corpus.tokenizer)
+    shuffled.append(packed[name].shuffle(seed).repeat())
   weights = [part.source.weight for part in corpus.train]
   mixed = grain.MapDataset.mix(shuffled, weights) if len(shuffled) > 1 else shuffled[0]
-  local = _ProcessRows(mixed, config.batch_size, local_size, process_index)
-  batches = local.batch(local_size, drop_remainder=True)
+  local = _ProcessRows(mixed, config.batch_size, rows)
+  batches = local.batch(len(rows), drop_remainder=True)
   # One thread: rows are slices of an array, and the plan of an epoch is made once, in order.
   options = grain.ReadOptions(
     num_threads=1 if config.prefetch else 0, prefetch_buffer_size=config.prefetch
@@ -215,8 +223,8 @@ def make_train_iterator(
   return TrainIterator(
     iter(batches.to_iter_dataset(options)),
     made_with,
-    rows,
-    {name: w / sum(weights) for name, w in zip(rows, weights, strict=True)},
+    packed,
+    {name: w / sum(weights) for name, w in zip(packed, weights, strict=True)},
   )
 
 

@@ -103,7 +103,7 @@ class Fetched(NamedTuple):
   """A batch on its way to the device, and what the host wants to know about it."""
 
   arrays: dict[str, jax.Array]
-  tokens: int
+  tokens: int  # Of the rows that this process has read; so are the pairs.
   pairs: flops.Pairs
   state_after: dict[str, Any]  # Of the iterator: where the next batch comes from.
 
@@ -114,7 +114,7 @@ def prefetched(
   """The batches from `step` on, one transfer ahead. (Grain's thread makes them further ahead still.)
 
   Args:
-    batches: at the position of `step`, with `plan.rows_per_read` rows each.
+    batches: at the position of `step`, with this process's of `plan.rows_per_read` rows each.
     plan: the sizes.
     step: the first step to make a batch for.
     put: places a batch where the step wants it.
@@ -142,7 +142,7 @@ def _joined(parts: Sequence[Mapping[str, np.ndarray]], plan: Plan, step: int) ->
   """One batch of full size, and the scalars that change."""
   batch: dict[str, Any] = dict(parts[0])
   if plan.warmup_steps:
-    missing = plan.rows - plan.filled(step) * plan.micro_rows
+    missing = (plan.micro_batches - plan.filled(step)) * len(parts[0]['tokens'])
     for key in batch:
       rows = np.concatenate([part[key] for part in parts])
       batch[key] = np.pad(rows, ((0, missing), (0, 0)))

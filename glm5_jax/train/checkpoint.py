@@ -11,6 +11,8 @@ leaves either a whole checkpoint or none. What remains is damage after the fact 
 flipped bit, a half-copied directory): `restore` recomputes the digests, and on any difference says
 so and takes the checkpoint before. A checkpoint of another model is a different matter: that is an
 error, never a reason to fall back.
+
+With several processes all of them call these methods, in the same order, on one shared folder.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ import logging as std_logging
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -28,10 +30,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from glm5_jax.digest import describe, kind, named_leaves
+from glm5_jax.train import distributed
 
 
 class CheckpointError(Exception):
@@ -44,6 +47,13 @@ class Restored(NamedTuple):
   step: int
   state: Any
   data: Any
+
+
+class _Read(NamedTuple):
+  """Arrays as a tree whose leaves have their saved names (`digest.named_leaves`), and `meta`."""
+
+  arrays: Any
+  meta: dict[str, Any]
 
 
 class Checkpoints:
@@ -86,7 +96,7 @@ class Checkpoints:
     manager, best = self._open(), math.inf
     for step in manager.all_steps():
       best = min(best, self._rank(manager.metrics(step) or {}))
-    return best
+    return distributed.from_first(best)
 
   def _rank(self, metrics: Mapping[str, float | None]) -> float:
     value = metrics.get(self._best_metric)
@@ -148,28 +158,17 @@ class Checkpoints:
       CheckpointError: the checkpoint is of another model, optimizer or shape (lists the
         differences), or checkpoints exist but none is usable (lists each reason; deletes nothing).
     """
-    problems: dict[pathlib.Path, str] = {}
-    for step in reversed(self.steps()):
-      folder = self.directory / str(step)
-      try:
-        with _quiet_asyncio():
-          restored = self._restore_one(step, abstract_state)
-      except CheckpointError:
-        raise
-      except Exception as e:  # Every kind of damage surfaces as a different exception type.
-        problems[folder] = _first_line(e)
-        logging.warning(
-          'checkpoint %s is unusable (%s); trying the one before', folder, _first_line(e)
-        )
-        continue
+    step, found, problems = self._newest(lambda folder: self._read(folder, abstract_state))
+    if found is None:
+      if problems:
+        raise self._none_usable(problems)
+      return None
+    if distributed.is_first():
       for bad in problems:
         aside = _free_name(self.directory / f'unusable-{bad.name}')
         bad.rename(aside)
         logging.warning('moved %s to %s, and resume from step %d', bad, aside, step)
-      return restored
-    if problems:
-      raise self._none_usable(problems)
-    return None
+    return Restored(step, found.arrays, found.meta['data'])
 
   def restore_params(self, like: Any, *, optional: str) -> tuple[int, Any]:
     """The parameters alone of the newest usable checkpoint, to start another run; changes nothing.
@@ -186,47 +185,70 @@ class Checkpoints:
     Raises:
       CheckpointError: no checkpoint is usable, or the other parameters do not fit.
     """
+    kinds = {k: kind(x) for k, x in named_leaves({'params': like}).items()}
+    step, found, problems = self._newest(
+      lambda folder: self._read_params(folder, like, kinds, optional)
+    )
+    if found is None:
+      raise self._none_usable(problems)
+    values = named_leaves(found.arrays)
+    fits = [
+      values[k] if k in values and kind(values[k]) == its_kind else None
+      for k, its_kind in kinds.items()
+    ]
+    return step, jax.tree.unflatten(jax.tree.structure(like), fits)
+
+  def _newest(
+    self, read: Callable[[pathlib.Path], _Read]
+  ) -> tuple[int, _Read | None, dict[pathlib.Path, str]]:
+    """The newest checkpoint that every process can read and whose arrays have their digests.
+
+    Returns:
+      Its step, what was read (None if no checkpoint is usable), and what is wrong with newer ones.
+    """
     problems: dict[pathlib.Path, str] = {}
-    for step in reversed(self.steps()):
+    for step in reversed(distributed.from_first(self.steps())):
       folder = self.directory / str(step)
+      found, problem = None, ''
       try:
         with _quiet_asyncio():
-          return step, self._params_of(folder, like, optional)
+          found = read(folder)
       except CheckpointError:
         raise
-      except Exception as e:
-        problems[folder] = _first_line(e)
-        logging.warning(
-          'checkpoint %s is unusable (%s); trying the one before', folder, _first_line(e)
-        )
-    raise self._none_usable(problems)
+      except Exception as e:  # Every kind of damage surfaces as a different exception type.
+        problem = _first_line(e)
+      problem = distributed.problem_of_any(problem)
+      # All processes take the digests together: none may have failed before.
+      if found and not problem:
+        problem = _wrong_digest(found)
+        if not problem:
+          return step, found, problems
+      problems[folder] = problem
+      logging.warning('checkpoint %s is unusable (%s); trying the one before', folder, problem)
+    return 0, None, problems
 
-  def _params_of(self, folder: pathlib.Path, like: Any, optional: str) -> Any:
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+  def _read_params(
+    self, folder: pathlib.Path, like: Any, kinds: Mapping[str, str], optional: str
+  ) -> _Read:
+    with _reader() as reader:
       args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-      arrays = reader.restore(folder, args=args).meta['arrays']
-      saved = {k: v.split(' ')[0] for k, v in arrays.items() if k.startswith('params.')}
+      meta = reader.restore(folder, args=args).meta
+      saved = {k: v.split(' ')[0] for k, v in meta['arrays'].items() if k.startswith('params.')}
       wanted = named_leaves({'params': jax.tree.map(_with_sharding, like)})
-      kinds = {k: kind(x) for k, x in wanted.items()}
       _check_fits(
         folder,
         {k: v for k, v in saved.items() if optional not in k},
         {k: v for k, v in kinds.items() if optional not in k},
       )
       # All that is there, in its own shapes: Orbax does not restore a part.
+      anywhere = _everywhere(next(iter(wanted.values())).sharding)
       flat = {
-        tuple(k.split('.')): wanted[k] if kinds.get(k) == v else _of_kind(v)
+        tuple(k.split('.')): wanted[k] if kinds.get(k) == v else _of_kind(v, anywhere)
         for k, v in saved.items()
       }
       abstract = flax.traverse_util.unflatten_dict(flat)['params']
       args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
-      params = {'params': reader.restore(folder, args=args).params}
-    for name, found in describe(params).items():
-      if found != arrays[name]:
-        raise ValueError(f'array {name} does not have the digest it was saved with')
-    values = named_leaves(params)
-    fits = [values[k] if saved.get(k) == its_kind else None for k, its_kind in kinds.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), fits)
+      return _Read({'params': reader.restore(folder, args=args).params}, meta)
 
   def _none_usable(self, problems: Mapping[pathlib.Path, str]) -> CheckpointError:
     reasons = '; '.join(f'{folder}: {reason}' for folder, reason in problems.items())
@@ -235,30 +257,25 @@ class Checkpoints:
       ' Nothing was deleted. Repair one, or start again in another --workdir.'
     )
 
-  def _restore_one(self, step: int, abstract_state: Any) -> Restored:
-    folder = self.directory / str(step)
-    # Not by the manager that saves: it must not see checkpoints that turn out unusable.
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+  def _read(self, folder: pathlib.Path, abstract_state: Any) -> _Read:
+    with _reader() as reader:
       args = ocp.args.Composite(meta=ocp.args.JsonRestore())
       meta = reader.restore(folder, args=args).meta
-      if not isinstance(meta, dict) or meta.get('step') != step or 'arrays' not in meta:
-        raise ValueError(f'{folder}/meta does not describe step {step}')
+      if not isinstance(meta, dict) or str(meta.get('step')) != folder.name or 'arrays' not in meta:
+        raise ValueError(f'{folder}/meta does not describe step {folder.name}')
       _check_matches(folder, meta['arrays'], abstract_state)
       params, rest = _split(jax.tree.map(_with_sharding, abstract_state))
       args = ocp.args.Composite(
         params=ocp.args.StandardRestore(params), train=ocp.args.StandardRestore(rest)
       )
       items = reader.restore(folder, args=args)
-    state = _join(abstract_state, items.params, items.train)
-    for name, found in describe(state).items():
-      if found != meta['arrays'][name]:
-        raise ValueError(f'array {name} does not have the digest it was saved with')
-    return Restored(step, state, meta['data'])
+    return _Read(_join(abstract_state, items.params, items.train), meta)
 
   def _open(self) -> ocp.CheckpointManager:
     if self._manager is None:
-      for step in self.steps():  # Orbax reads them all and does not survive a damaged one.
-        _set_damaged_metrics_aside(self.directory / str(step))
+      with distributed.first_before_others():
+        for step in self.steps():  # Orbax reads them all and does not survive a damaged one.
+          _set_damaged_metrics_aside(self.directory / str(step))
       self._manager = ocp.CheckpointManager(
         self.directory,
         options=ocp.CheckpointManagerOptions(
@@ -309,6 +326,28 @@ def _quiet_asyncio():
     logger.setLevel(level)
 
 
+def _reader() -> ocp.Checkpointer:
+  """Reads without waiting for other processes, so that each may find damage by itself.
+
+  It is not the manager that saves: that must not see checkpoints that turn out unusable.
+  """
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=jax.process_index(), active_processes={jax.process_index()}
+  )
+  handler = ocp.CompositeCheckpointHandler(
+    composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
+  )
+  return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _wrong_digest(found: _Read) -> str:
+  """Which array is not what was saved; empty if all are."""
+  for name, digest in describe(found.arrays).items():
+    if digest != found.meta['arrays'][name]:
+      return f'array {name} does not have the digest it was saved with'
+  return ''
+
+
 def _split(state: Any) -> tuple[Any, dict[str, Any]]:
   """The parameters, and all other leaves by name (optimizer states are no plain dicts)."""
   rest = {k: v for k, v in named_leaves(state).items() if not k.startswith('params.')}
@@ -325,11 +364,18 @@ def _with_sharding(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _of_kind(text: str) -> jax.ShapeDtypeStruct:
-  """The inverse of `kind`, on the default device."""
+def _everywhere(sharding: Sharding) -> Sharding:
+  """Whole on every device of a mesh; as it is without one."""
+  if isinstance(sharding, NamedSharding):
+    return NamedSharding(sharding.mesh, PartitionSpec())
+  return sharding
+
+
+def _of_kind(text: str, sharding: Sharding) -> jax.ShapeDtypeStruct:
+  """The inverse of `kind`."""
   dtype, _, shape = text.rstrip(']').partition('[')
   sizes = tuple(int(n) for n in shape.split(',') if n)
-  return _with_sharding(jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)))
+  return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=sharding)
 
 
 def _check_matches(folder: pathlib.Path, found: Mapping[str, str], abstract_state: Any) -> None:

@@ -3,7 +3,8 @@
 Read it top to bottom. The mathematics of a step is in step.py, what a stage of the recipe trains in
 stages.py; everything here is about running it: the host never waits for the step it has just started,
 and whatever happens (a crash, a kill, a full disk, numbers that stop being finite) the folder stays in a
-state from which the run continues.
+state from which the run continues. With several processes (distributed.py) all of them run this, and
+the first one writes.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax
 from glm5_jax import config as model_configs
 from glm5_jax import data
 from glm5_jax.modules.model import abstract_params, init_params
-from glm5_jax.train import flops, report, result, workdir
+from glm5_jax.train import distributed, flops, report, result, workdir
 from glm5_jax.train.batches import prefetched
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.evaluate import evaluate
@@ -53,7 +54,7 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     a buffer was too small.
 
   Raises:
-    ConfigError, DataError, WorkdirError, CheckpointError: with messages for people.
+    ConfigError, DataError, WorkdirError, CheckpointError, ProcessError: with messages for people.
   """
   started = time.monotonic()
   # --- What to run: whatever a person can get wrong in it is found before anything is written ---
@@ -74,16 +75,24 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     tokenizer = before.tokenizer(config['data']['tokenizer'])
   data_config = dataclasses.replace(data_config, tokenizer=tokenizer)
 
-  with workdir.claim(folder, plain(config)), workdir.StopRequest() as stop:
+  with (
+    distributed.claim(folder, plain(config)),
+    distributed.output() as out,
+    workdir.StopRequest() as stop,
+  ):
     # --- Data: an endless resumable iterator, and the held-out files ---
-    corpus = data.load_corpus(with_demonstrations(data_config, config['demonstrations'], path))
-    corpus.tokenizer.save(path)
+    with distributed.first_before_others():
+      corpus = data.load_corpus(with_demonstrations(data_config, config['demonstrations'], path))
+    if distributed.is_first():
+      corpus.tokenizer.save(path)
     model = fit_to_tokenizer(model, corpus.tokenizer)
     read = dataclasses.replace(corpus.config, batch_size=plan.rows_per_read)
-    batches = data.make_train_iterator(dataclasses.replace(corpus, config=read))
+    rows = place.rows_read(plan)
+    batches = data.make_train_iterator(dataclasses.replace(corpus, config=read), rows=rows)
+    distributed.check_same('data', batches.get_state())
     held_out = data.make_eval_batches(corpus, overlap=config['eval']['overlap'])
     sample = held_out.batches[: config['eval']['batches']]
-    print(f'data: {corpus.report}', flush=True)
+    print(f'data: {corpus.report}', file=out, flush=True)
 
     # --- State: the newest usable checkpoint, or the parameters of the stage before, or new ones ---
     def init_model() -> Any:
@@ -93,20 +102,20 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
       return TrainState.create(params, tx, config['seed'], objective.stage)
 
     abstract_state = place.abstract(jax.eval_shape(lambda: init(init_model())))
-    restored = checkpoints.restore(abstract_state) if checkpoints.steps() else None
+    restored = checkpoints.restore(abstract_state)
     if restored:
       state, step = restored.state, restored.step
       batches.set_state(restored.data)
-      print(f'resuming {path} from step {step}', flush=True)
+      print(f'resuming {path} from step {step}', file=out, flush=True)
     else:
       params, step = place.make(init_model), 0
       if before:
         number, taken = before.params(place.abstract(abstract_params(model)))
         params = merge(taken, params)
-        print(f'starting from step {number} of {before.folder}', flush=True)
+        print(f'starting from step {number} of {before.folder}', file=out, flush=True)
       state = place.make(init, params)
     best = checkpoints.best_value()
-    print(f'model: {_describe(model, state.params)}; compiling', flush=True)
+    print(f'model: {_describe(model, state.params)}; compiling', file=out, flush=True)
 
     # --- Compile, once: a compiled function, unlike a jitted one, cannot recompile ---
     upcoming = prefetched(batches, plan, step, place.batch)
@@ -118,11 +127,18 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     compile_seconds = time.monotonic() - clock
     eval_step = place.eval_step(make_eval_step(model, objective, mesh=mesh))
     mtp_fraction = objective.mtp_rows(place.rows(plan)) / place.rows(plan)
+    share = len(rows) / plan.rows_per_read
     upcoming = itertools.chain([first], upcoming)
 
     # --- The loop ---
+    minutes = config['train']['max_minutes']
+    reasons = ['', 'SIGTERM', 'Ctrl-C', f'train.max_minutes={minutes or 0:g} are over']
+    votes = distributed.Votes()
     reason, evaluation = '', None
-    with MetricsWriter(path, step) as writer, ProgressLine(steps, step) as progress:
+    with (
+      MetricsWriter(path if distributed.is_first() else None, step) as writer,
+      ProgressLine(steps, step, stream=out) as progress,
+    ):
       record = StepRecord(writer, progress, steps, config['log']['every'], int(state.skipped))
       while step < steps and not reason:
         batch = next(upcoming)
@@ -131,6 +147,7 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
         work = flops.train_flops(
           model, batch.tokens, batch.pairs, objective.mtp_steps, mtp_fraction, objective.stage
         )
+        work = round(work / share)  # The other processes' rows are taken to be like these.
         record.add(step, step_metrics, work)  # Looks at the step before, so it need not wait.
 
         # Evaluate.
@@ -150,10 +167,10 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
         if record.skips_in_a_row >= config['train']['max_consecutive_skips']:
           reason = f'{record.skips_in_a_row} steps in a row were not finite'
           break  # The last checkpoint is the last good one: keep it.
-        if stop:
-          reason = stop.reason
-        elif step < steps and _is_over(config['train']['max_minutes'], started):
-          reason = f'train.max_minutes={config["train"]["max_minutes"]:g} are over'
+        wish = stop.reason or ''
+        if not wish and step + votes.delay < steps and _is_over(minutes, started):
+          wish = reasons[-1]
+        reason = reasons[votes.highest(reasons.index(wish))]
 
         # Save.
         is_best = evaluation is not None and evaluation.loss < best and keep['keep_best'] > 0
@@ -173,18 +190,22 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
       stopped=reason, compile_seconds=compile_seconds, objective=objective,
       parameters=count_params(state.params),
     )  # fmt: skip
-    if not stop:  # Whoever sent a signal is waiting: then leave out what takes long.
+    # Whoever sent a signal is waiting: then leave out what takes long.
+    if not any(distributed.gather(stop.reason or '')):
       evaluation = evaluate(eval_step, state.params, held_out)
       run = run.measured(state.params, evaluation, held_out, place)
-    print(report.write(run), flush=True)
-    result.write(run, minutes=(time.monotonic() - started) / 60)
+    if distributed.is_first():
+      print(report.write(run), flush=True)
+      result.write(run, minutes=(time.monotonic() - started) / 60)
     if reason:
       saved = checkpoints.steps()
       print(
         f'stopped at step {step}: {reason}. '
         + (f'Run the same command again to resume from step {saved[-1]}.' if saved else ''),
+        file=out,
         flush=True,
       )
+    distributed.gather('')  # Nobody leaves before the report is there.
   return 1 if 'not finite' in reason or 'no room' in reason else 0
 
 

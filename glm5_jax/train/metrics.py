@@ -10,7 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -27,11 +27,15 @@ class MetricsWriter:
   """Appends rows; use as a context manager or call `close`.
 
   Args:
-    workdir: the run's folder; gets metrics.jsonl and tensorboard/.
+    workdir: the run's folder; gets metrics.jsonl and tensorboard/. None writes nothing.
     step: the step the run continues from: rows and events of later steps are dropped.
   """
 
-  def __init__(self, workdir: str | os.PathLike, step: int = 0):
+  def __init__(self, workdir: str | os.PathLike | None, step: int = 0):
+    self._file: TextIO | None = None
+    self._board: tensorboardX.SummaryWriter | None = None
+    if workdir is None:
+      return
     workdir = pathlib.Path(workdir)
     self.path = workdir / 'metrics.jsonl'
     truncate(self.path, step)
@@ -41,6 +45,8 @@ class MetricsWriter:
 
   def write(self, step: int, row: Mapping[str, Any]) -> None:
     """Adds one row. Scalars go to TensorBoard as well, arrays as histograms of their values."""
+    if self._file is None or self._board is None:
+      return
     row = {'step': step} | {k: _plain(v) for k, v in row.items()}
     self._file.write(json.dumps(row) + '\n')
     self._file.flush()
@@ -52,12 +58,14 @@ class MetricsWriter:
 
   def sync(self) -> None:
     """Makes the rows survive a power cut; call before a checkpoint that counts on them."""
-    os.fsync(self._file.fileno())
-    self._board.flush()
+    if self._file and self._board:
+      os.fsync(self._file.fileno())
+      self._board.flush()
 
   def close(self) -> None:
-    self._file.close()
-    self._board.close()
+    if self._file and self._board:
+      self._file.close()
+      self._board.close()
 
   def __enter__(self):
     return self

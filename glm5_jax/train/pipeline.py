@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from glm5_jax.train import loop, pipeline_report, result, workdir
+from glm5_jax.train import distributed, loop, pipeline_report, result, workdir
 from glm5_jax.train.checkpoint import Checkpoints
 from glm5_jax.train.handover import model_changes, tokenizer_changes
 from glm5_jax.train.pipeline_report import StageRun
@@ -56,24 +56,33 @@ def train(config: Mapping[str, Any], folder: str, *, command: str = '') -> int:
     Exit status, as `loop.train`; 0 also where a stage was stopped on request.
 
   Raises:
-    ConfigError, DataError, WorkdirError, CheckpointError: with messages for people.
+    ConfigError, DataError, WorkdirError, CheckpointError, ProcessError: with messages for people.
   """
   path = pathlib.Path(folder).expanduser().absolute()
   runs = stage_runs(config, path)
-  with workdir.claim(folder, plain(config)), workdir.StopRequest() as stop:
+  with (
+    distributed.claim(folder, plain(config)),
+    distributed.output() as out,
+    workdir.StopRequest() as stop,
+  ):
     for i, run in enumerate(runs):
-      if run.is_finished():
-        with workdir.claim(run.folder, run.config):  # An error if its config has changed since.
-          print(f'{run.folder.name} is finished', flush=True)
+      if distributed.from_first(run.is_finished()):
+        with distributed.claim(run.folder, run.config):  # An error if its config has changed since.
+          print(f'{run.folder.name} is finished', file=out, flush=True)
         continue
       _check_nothing_later(run, runs[i + 1 :])
-      print(f'\nstage {i + 1} of {len(runs)}: {run.folder}', flush=True)
+      print(f'\nstage {i + 1} of {len(runs)}: {run.folder}', file=out, flush=True)
       status = loop_of(run.config).train(run.config, str(run.folder), command=command)
-      pipeline_report.write(path, runs, command)
-      if status or not run.is_finished() or (stop and run is not runs[-1]):
-        print(f'stopped in or after {run.folder.name}; the same command continues', flush=True)
+      if distributed.is_first():
+        pipeline_report.write(path, runs, command)
+      stopped = any(distributed.gather(stop.reason or '')) and run is not runs[-1]
+      if status or stopped or not distributed.from_first(run.is_finished()):
+        print(
+          f'stopped in or after {run.folder.name}; the same command continues', file=out, flush=True
+        )
         return status
-    print(f'all stages: {pipeline_report.write(path, runs, command)}', flush=True)
+    if distributed.is_first():
+      print(f'all stages: {pipeline_report.write(path, runs, command)}', flush=True)
   return 0
 
 
@@ -95,6 +104,8 @@ def stage_runs(config: Mapping[str, Any], path: pathlib.Path) -> list[StageRun]:
       settings = settings | {'init_from': str(runs[-1].folder)}
     _check_stage_names(name, settings, order[: number - 1])
     which = loop_of(settings)
+    if which is not _BASIC:
+      distributed.check_alone(f'stages.{name}')
     try:
       parts = which.prepare(settings)
     except ConfigError as e:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm5_jax import sharding
 from glm5_jax.compile import jit_once
@@ -20,12 +20,12 @@ _TOGETHER_BYTES = 1 << 31
 
 
 def mesh_of(section: Mapping[str, int], devices: Any = None) -> Mesh | None:
-  """The mesh of a config's `mesh` section (axis -> size); None where every size is 1.
+  """The mesh of a config's `mesh` section (axis -> size); None where one device is all.
 
   Raises:
     ValueError: see `sharding.make_mesh`.
   """
-  if all(size == 1 for size in section.values()):
+  if all(size == 1 for size in section.values()) and jax.process_count() == 1:
     return None
   return sharding.make_mesh(section, devices)
 
@@ -84,14 +84,21 @@ class Placement:
     where = self._shardings(jax.eval_shape(function, *args))
     return jit_once(function, out_shardings=where)(*args)
 
+  def rows_read(self, plan: Plan) -> list[int]:
+    """Which rows of a batch of the data pipeline this process reads, for `batch`."""
+    rows = plan.rows_per_read
+    if self.mesh is None:
+      return list(range(rows))
+    return sharding.local_rows(self.mesh, rows, rows // plan.micro_rows).tolist()
+
   def batch(self, batch: Batch) -> dict[str, jax.Array]:
-    """A batch for the training step."""
+    """A batch for the training step, from the rows that this process has read."""
     if self.mesh is None:
       return jax.device_put(dict(batch))
-    return sharding.place_batch(batch, self.mesh, self._micro_batches)
+    return sharding.place_batch(batch, self.mesh, self._micro_batches, whole=False)
 
   def eval_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-    """The evaluation step for batches from the host."""
+    """The evaluation step for batches from the host, which every process has whole."""
     mesh = self.mesh
     if mesh is None:
       return step
@@ -111,12 +118,15 @@ class Placement:
     return count
 
   def together(self, params: Any) -> Any:
-    """The parameters on one device; None of a mesh's if they are too many for one."""
+    """The parameters on one device of process 0; None elsewhere, and where one cannot hold them."""
     if self.mesh is None:
       return params
     if sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) > _TOGETHER_BYTES:
       return None
-    return jax.device_put(jax.device_get(params))
+    if jax.process_count() > 1:
+      everywhere = NamedSharding(self.mesh, PartitionSpec())
+      params = jit_once(lambda x: x, out_shardings=everywhere)(params)
+    return jax.device_put(jax.device_get(params)) if jax.process_index() == 0 else None
 
   def _shardings(self, tree: Any) -> Any:
     assert self.mesh is not None

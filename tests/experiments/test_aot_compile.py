@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import hypothesis
 import jax
@@ -9,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import aot_compile
+from glm5_jax import config as models
 from glm5_jax import sharding
-from glm5_jax.aot import hlo
+from glm5_jax.aot import hlo, program, step
 from glm5_jax.aot.chips import CHIPS, roofline
 from tests.simulated import run_on_devices
 
@@ -104,6 +108,62 @@ def test_collectives():
   run_on_devices(_collectives)
 
 
+def test_grouped_matmuls_compute_filled_rows():
+  """Their kernels skip tiles of rows that no group has, and the buffer has room for some."""
+  text = """
+ENTRY %main (x: bf16[64,8], w: bf16[4,8,16]) -> bf16[64,16] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %w = bf16[4,8,16]{2,1,0} parameter(1)
+  ROOT %ragged-dot-none.3 = bf16[64,16]{1,0} custom-call(%x, %w), custom_call_target="tpu_custom_call"
+}
+"""
+  assert hlo.measure(text).flops == 2 * 64 * 8 * 16
+  assert hlo.measure(text, filled=0.5).flops == 64 * 8 * 16
+
+
+def test_which_collectives_can_overlap():
+  """Those that are started and awaited, alone or as a computation that runs beside the others."""
+  text = """
+%beside (x: f32[8]) -> f32[16] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %all-gather.2 = f32[16]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[8]) -> f32[16] {
+  %x = f32[8]{0} parameter(0)
+  %all-gather.1 = f32[16]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+  %s = (f32[8], f32[16]) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %d = f32[16]{0} all-gather-done(%s)
+  %a = ((f32[8]), f32[16]) async-start(%x), calls=%beside
+  ROOT %b = f32[16]{0} async-done(%a)
+}
+"""
+  assert hlo.measure(text).collectives == {'all-gather': hlo.Collective(3, 3 * 64, 3 * 32, 2)}
+
+
+def test_filled_rows():
+  model = models.nano(n_routed_experts=16, num_experts_per_tok=4)
+  assert step.filled_rows(model, 1) == 1.0
+  # At worst all tokens of all devices choose one device's experts, of which there may be but two.
+  assert step.filled_rows(model, 4) == 1 / 4
+  assert step.filled_rows(model, 8) == 4 / (8 * 2)
+  assert step.filled_rows(model.replace(expert_capacity=1.5), 8) == 1 / 1.5
+
+
+def test_memory_of_an_assignment():
+  text = """BufferAssignment:
+allocation 0: size 32, output shape is |(f32[2])|, maybe-live-out:
+ value: <1 tuple @0> (size=32,offset=0): (f32[2])
+allocation 1: size 400, parameter 0, shape |f32[100]| at ShapeIndex {0}, maybe-live-out:
+allocation 2: size 40, parameter 1, shape |f32[10]| at ShapeIndex {}:
+allocation 3: size 4000, color 1, preallocated-temp:
+allocation 4: size 100, preallocated-temp:
+allocation 5: size 7, constant:
+"""
+  # A parameter that is given up for a result counts once; a core's own memory does not.
+  assert program.memory_of(text) == (440, 107, 440 + 107 + 32)
+
+
 def test_roofline():
   bound = roofline(CHIPS['v5p'], flops=459e12, hbm_bytes=2765e9 / 2, sent_bytes=600e9 * 2)
   np.testing.assert_allclose(bound, (1.0, 0.5, 2.0))
@@ -165,3 +225,39 @@ def test_chips_of_two_devices(capsys):
   )  # fmt: skip
   assert found['chips'] == 4 and found['mesh']['fsdp'] == 8 and '4 of 4 chips' in text
   assert found['hbm_bytes_per_chip'] == 192e9
+
+
+@pytest.mark.tpu
+def test_a_plan_is_what_is_compiled():
+  """Program and memory, without waiting for the machine code."""
+  devices = step.find_topology('v5p:2x2x1').devices[:1]
+  where = NamedSharding(Mesh(np.array(devices), ('x',)), P())
+  x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=where)
+
+  def f(x):
+    return jnp.tanh(x @ x.T) @ x
+
+  lowered = jax.jit(f).trace(x).lower(lowering_platforms=('tpu',))
+  whole, plan = program.compiled(lowered), program.planned(lowered)
+  assert plan.argument_bytes == whole.argument_bytes == 2 * 512 * 1024
+  # The machine code has some memory of its own.
+  assert 0 <= whole.peak_bytes - plan.peak_bytes < 1 << 24
+  assert hlo.measure(plan.text) == hlo.measure(whole.text)
+  assert hlo.measure(plan.text).flops == 2 * 2 * 512 * 512 * 1024
+
+
+@pytest.mark.tpu
+def test_pretraining_of_744b_on_a_pod():
+  """What docs/scale.md says of it. In a process of its own, since the compiler goes on in it."""
+  command = (
+    '-m', 'experiments.aot_compile', '--config=configs/glm5_744b_pretrain.py',
+    '--topology=v5p:8x8x16', '--plan',
+  )  # fmt: skip
+  done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert found['chips'] == 1024 and found['fits']
+  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 50e9
+  assert 1.33 < found['flops_over_model_flops'] < 1.5
+  sent = sum(c['sent_bytes'] for c in found['collectives_per_chip'].values())
+  assert sent < 0.3 * found['zero3_bytes_per_chip']
