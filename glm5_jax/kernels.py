@@ -67,7 +67,7 @@ def attend(
       index.queries.q, index.queries.w, index.keys, keys.q_slot, keys.q_segment, keys.k_segment,
       config.index_topk, implementation='tpu', interpret=interpret,
     )  # fmt: skip
-  queries, rows = mla.absorb(p, q), jnp.concatenate(latents, axis=-1)
+  queries, rows = mla.absorb(p, q), jnp.concatenate(latents.all(), axis=-1)
   scale = config.attention_scale
   out, lse = pallas_kernels.sparse_mla(
     queries, rows, selection, scale, config.kv_lora_rank, implementation='tpu', interpret=interpret
@@ -75,8 +75,9 @@ def attend(
   aux = {}
   if request.kl and index is not None:
     aux['kl'] = pallas_kernels.indexer_kl(
-      queries, rows, lse, index.queries.q, index.queries.w, index.keys, selection, scale
-    )
+      queries, rows, lse, index.queries.q, index.queries.w, index.keys, selection, scale,
+      implementation='tpu', interpret=interpret,
+    )  # fmt: skip
   if request.selection:
     aux['selection'] = selection
   return mla.unabsorb(p, out), aux

@@ -1,10 +1,12 @@
 """Costs of the kernels on a chip, from the compiler's schedule: a table, then JSON lines.
 
   python -m pallas_kernels.bench --topology=v5p:2x2x1 [--op=NAME] [--shape=NAME] [--peer]
+  python -m pallas_kernels.bench --topology=v5p:2x2x1 [--op=NAME] [--shape=NAME] --floors
 
-Needs jax[tpu], no TPU. Cycles count what the schedule shows: no DMA, HBM or semaphore waits (see
-schedule.py), so a time is the larger of cycles and bytes and a lower bound. A "unit" is what one
-pass over the kernel works on, for example a block of queries that sees all keys.
+Needs jax[tpu], no TPU; the floors need neither. Cycles count what the schedule shows: no DMA, HBM
+or semaphore waits (see schedule.py), so a time is the larger of cycles and bytes and a lower bound.
+A "unit" is what one pass over the kernel works on, for example a block of queries that sees all
+keys.
 """
 
 import argparse
@@ -92,13 +94,45 @@ def summarize(name: str, chip_name: str, report: schedule.Report) -> Row:
   )
 
 
+class Floor(NamedTuple):
+  """What any implementation of one case takes, per query and chip."""
+
+  op: str
+  shape: str
+  chip: str
+  mflop: float
+  kilobytes: float  # Of HBM.
+  peak_microseconds: float  # At the bfloat16 peak.
+  hbm_microseconds: float
+
+
+def floor(op: cases.Op, shape, chip: Chip) -> Floor:
+  """The floor of one case, whose larger time is `Row.of_floor`'s unit."""
+  work = op.work(shape, chip)
+  flops, size = work.flops / work.queries, work.floor_bytes / work.queries
+  return Floor(
+    op=op.name,
+    shape=shape.name,
+    chip=chip.name,
+    mflop=round(flops / 1e6, 1),
+    kilobytes=round(size / 1e3, 1),
+    peak_microseconds=round(flops / (chip.flops * chip.clock * chip.cores) * 1e6, 3),
+    hbm_microseconds=round(size / chip.bandwidth * 1e6, 3),
+  )
+
+
 def _table(rows: Sequence[Row]) -> str:
-  """Columns as wide as their content."""
+  """One line a case."""
   columns = [field for field in Row._fields if field != 'stages']
   lines = [columns] + [[str(getattr(row, c)) for c in columns] for row in rows]
   for line, row in zip(lines[1:], rows, strict=True):
     line.append(' '.join(f'{stage} {cycles:g}' for stage, cycles in row.stages.items()))
   lines[0] = [*columns, 'cycles a query by stage']
+  return _align(lines)
+
+
+def _align(lines: list[list[str]]) -> str:
+  """Columns as wide as their content."""
   widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
   return '\n'.join('  '.join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
@@ -110,22 +144,31 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--op', help='only this one')
   parser.add_argument('--shape', help='only this one')
   parser.add_argument('--peer', action='store_true', help='public kernels instead of ours')
+  parser.add_argument('--floors', action='store_true', help='compile nothing, print floors')
   options = parser.parse_args(argv)
   chip = options.topology.split(':')[0]
   if chip not in CHIPS:
     parser.error(f'--topology={options.topology}: choose one of ' + ', '.join(CHIPS))
+  chosen = [
+    (op, shape)
+    for op in (cases.PEERS if options.peer else cases.OPS)
+    for shape in op.shapes
+    if options.op in (None, op.name) and options.shape in (None, shape.name)
+  ]
+  if options.floors:
+    floors = [floor(op, shape, CHIPS[chip]) for op, shape in chosen]
+    print(_align([list(Floor._fields), *(list(map(str, row)) for row in floors)]))
+    return 0
   rows, refused = [], []
-  for op in cases.PEERS if options.peer else cases.OPS:
-    for shape in op.shapes:
-      if options.op in (None, op.name) and options.shape in (None, shape.name):
-        name = f'{op.name}/{shape.name}'
-        print(f'{name} for {chip} ...', file=sys.stderr)
-        try:
-          report = schedule.analyze(f'pallas_kernels.cases:build:{name}', chip)
-          rows.append(summarize(name, chip, report))
-        except (schedule.CompileError, cases.LoopsChangedError) as error:
-          refused.append(dict(op=op.name, shape=shape.name, chip=chip, error=str(error)))
-          print(error, file=sys.stderr)
+  for op, shape in chosen:
+    name = f'{op.name}/{shape.name}'
+    print(f'{name} for {chip} ...', file=sys.stderr)
+    try:
+      report = schedule.analyze(f'pallas_kernels.cases:build:{name}', chip)
+      rows.append(summarize(name, chip, report))
+    except (schedule.CompileError, cases.LoopsChangedError) as error:
+      refused.append(dict(op=op.name, shape=shape.name, chip=chip, error=str(error)))
+      print(error, file=sys.stderr)
   if rows:
     print(_table(rows))
   for line in [*(row._asdict() for row in rows), *refused]:

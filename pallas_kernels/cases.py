@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import peers, shapes
-from pallas_kernels.indexer import kernel_tpu
+from pallas_kernels.indexer import kernel_decode, kernel_tpu
+from pallas_kernels.indexer import paged as indexer_paged
 from pallas_kernels.indexer.api import indexer_topk
+from pallas_kernels.indexer_kl import cases as indexer_kl_cases
 from pallas_kernels.schedule import Chip
 from pallas_kernels.sparse_mla import cases as sparse_mla_cases
 
@@ -121,6 +123,63 @@ def _indexer_loops(shape: shapes.Indexer, chip: Chip):
   )
 
 
+def _paged_indexer_build(shape: shapes.Decode, chip: Chip):
+  s = shape
+  call = functools.partial(
+    indexer_paged.indexer_topk_paged, topk=s.topk, implementation='tpu', chip=chip.name
+  )
+  return call, (
+    struct((s.batch, s.time, s.index_heads, s.index_dim), s.dtype),
+    struct((s.batch, s.time, s.index_heads), jnp.float32),
+    struct((s.batch * s.keys // s.page_size + 1, s.page_size, s.index_dim), s.dtype),
+    struct((s.batch, s.keys // s.page_size), jnp.int32),
+    struct((s.batch, s.time), jnp.int32),
+  )
+
+
+def _paged_indexer_work(shape: shapes.Decode, chip: Chip) -> Work:
+  """Of one sequence."""
+  s = shape
+  query = s.index_heads * (2 * s.index_dim + 4) + 4 * s.topk + 8
+  floor = s.time * query + s.keys * 2.0 * s.index_dim
+  # Weights are spread over 128 lanes; the results of a sequence have 8 rows.
+  moved = 512 * s.index_heads * s.time + 8 * (4 * s.topk + 512)
+  return Work(
+    queries=s.time,
+    flops=2.0 * s.time * s.keys * s.index_heads * s.index_dim,
+    floor_bytes=floor,
+    moved_bytes=floor + moved,
+  )
+
+
+# Sweeps of the search for the threshold that random scores need.
+_SWEEPS = 13
+
+
+def _paged_indexer_loops(shape: shapes.Decode, chip: Chip):
+  sizes = kernel_decode.make_sizes(
+    shape.time, shape.keys // shape.page_size, shape.page_size, shape.topk
+  )
+  layout = sizes.layout
+  pieces = kernel_decode.pieces(sizes.chunks, sizes.queries)
+  # As in `_indexer_loops`: the fullest of a part's rows.
+  row = shape.topk * min(1.0, kernel_decode.CHUNK / shape.keys)
+  passes = math.ceil(min(shape.topk, row + 4 * row**0.5) / 128)
+  return (
+    ('ends', 1),  # The grid: what runs once a sequence.
+    *((None, 0),) * 2,  # The first copies.
+    ('scores', sizes.chunks),
+    (None, 0),  # Rows after the last chunk.
+    ('threshold', _SWEEPS),
+    ('threshold', _SWEEPS * pieces),
+    *((None, 0),) * 3,  # Ties.
+    ('compaction', layout.parts * layout.groups // 4),  # Packing.
+    ('compaction', layout.parts),
+    ('compaction', layout.parts * math.ceil(passes / kernel_decode.passes(layout))),
+    (None, 0),  # The last copies.
+  )
+
+
 OPS: tuple[Op, ...] = (
   Op(
     'indexer_topk',
@@ -134,6 +193,25 @@ OPS: tuple[Op, ...] = (
     sparse_mla_cases.SHAPES,
     lambda shape, chip: sparse_mla_cases.build(shape, chip.name),
     lambda shape, chip: Work(*sparse_mla_cases.work(shape, chip.name)),
+  ),
+  Op(
+    'indexer_topk_paged',
+    tuple(shapes.select(shapes.Decode)),
+    _paged_indexer_build,
+    _paged_indexer_work,
+    _paged_indexer_loops,
+  ),
+  Op(
+    'sparse_mla_paged',
+    tuple(shapes.select(shapes.Decode)),
+    lambda shape, chip: sparse_mla_cases.build_decode(shape, chip.name),
+    lambda shape, chip: Work(*sparse_mla_cases.work_decode(shape)),
+  ),
+  Op(
+    'indexer_kl',
+    indexer_kl_cases.SHAPES,
+    lambda shape, chip: indexer_kl_cases.build(shape, chip.name),
+    lambda shape, chip: Work(*indexer_kl_cases.work(shape, chip.name)),
   ),
 )
 

@@ -24,6 +24,24 @@ class Indexer(NamedTuple):
   block_q: int | None = None
 
 
+class Decode(NamedTuple):
+  """A call of `indexer_topk_paged` or `sparse_mla_paged`: new tokens over pages of a cache."""
+
+  name: str
+  regime: Regime
+  batch: int  # B, sequences.
+  time: int  # T, new tokens of each.
+  keys: int  # S, tokens of each.
+  page_size: int = 64
+  index_heads: int = 32  # I
+  index_dim: int = 128  # J
+  heads: int = 64  # N
+  latent_dim: int = 512  # L
+  rope_dim: int = 64  # R
+  topk: int = 2048  # K
+  dtype: str = 'bfloat16'
+
+
 # Training and prefill work on chunks of queries; T = 4,096 queries are enough to compile.
 _INDEXER = (
   Indexer('train-4k', 'train', 4096, 4096),
@@ -40,10 +58,19 @@ _INDEXER = (
   Indexer('test-long', 'test', 5, 21000, heads=2, dim=16, topk=260, block_q=128),
 )
 
-# Add an op: its NamedTuple (name and regime first) above, its shapes here.
-ALL: tuple[Indexer, ...] = _INDEXER
+_DECODE = (
+  Decode('decode-4k', 'decode', 16, 1, 4096),
+  Decode('decode-8k', 'decode', 64, 1, 8192),
+  Decode('decode-128k', 'decode', 64, 1, 131072),
+  Decode('drafts-4k', 'decode', 16, 4, 4096),
+  Decode('drafts-8k', 'decode', 16, 4, 8192),
+  Decode('drafts-128k', 'decode', 16, 4, 131072),
+)
 
-_Shape = TypeVar('_Shape', bound=Indexer)
+# Add an op: its NamedTuple (name and regime first) above, its shapes here.
+ALL: tuple[Indexer | Decode, ...] = _INDEXER + _DECODE
+
+_Shape = TypeVar('_Shape', Indexer, Decode)
 
 
 def select(kind: type[_Shape], *regimes: Regime) -> list[_Shape]:

@@ -30,6 +30,19 @@ class Latents(NamedTuple):
   c: jax.Array  # [B, S, L], normalised
   k_rope: jax.Array  # [B, S, R], rotated, not normalised
 
+  @property
+  def slots(self) -> int:
+    """S."""
+    return self.c.shape[1]
+
+  def all(self) -> 'Latents':
+    """Those of all keys. (A cache in pages has to fetch them.)"""
+    return self
+
+  def take(self, slots: jax.Array) -> 'Latents':
+    """Rows [B, T, K, ...] of the keys at `slots` [B, T, K]."""
+    return jax.tree.map(lambda a: jax.vmap(lambda rows, i: rows[i])(a, slots), self)
+
 
 def queries(
   p: Mapping[str, jax.Array], x: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig

@@ -51,7 +51,7 @@ class Layout(NamedTuple):
   slots: int  # K, padded to a multiple of 128.
 
 
-def _divmod(x, power: int):
+def divide(x, power: int):
   """Quotient and remainder by a power of two of integers >= 0, without the general case's cost."""
   return x >> (power.bit_length() - 1), x & (power - 1)
 
@@ -59,7 +59,7 @@ def _divmod(x, power: int):
 def _parts(steps) -> jax.Array:
   """Parts of the tile that hold the rows of so many grid steps."""
   per_part = PART // STEP
-  return _divmod(steps + (per_part - 1), per_part)[0]
+  return divide(steps + (per_part - 1), per_part)[0]
 
 
 def make_layout(time: int, keys: int, topk: int, block_q: int) -> Layout:
@@ -79,7 +79,7 @@ def _position(groups: int) -> tuple[jax.Array, jax.Array]:
   """What a sublane and a lane add to a key's position, [8, 128], and the lane group."""
   sublane = jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 0)
   lane = jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 1)
-  group, _ = _divmod(lane, _LANES // groups)
+  group, _ = divide(lane, _LANES // groups)
   return sublane * 32 + group * PART, group
 
 
@@ -136,7 +136,7 @@ def _score_step(step, refs, layout: Layout):
   q_ref, w_ref, q_slot_ref, q_segment_ref, k_ref, k_segment_ref, tile, sample, seen = refs
   groups = layout.groups
   offset, group = _position(groups)
-  part, within = _divmod(step, PART // STEP)
+  part, within = divide(step, PART // STEP)
   base = part * (groups * PART) + within * STEP
   # A key is visible if what its row adds to the position is at most this.
   room = q_slot_ref[0, 0] - offset - base
@@ -183,11 +183,12 @@ def _count(ref, chunks, rows: int, groups: int, predicate) -> jax.Array:
   return _all_groups(jnp.sum(total, axis=0, keepdims=True), groups)
 
 
-def _any(x: jax.Array) -> jax.Array:
+def any_true(x: jax.Array) -> jax.Array:
+  """Whether any entry is true, as a scalar."""
   return jnp.max(x.astype(jnp.float32)) > 0
 
 
-class _Bracket(NamedTuple):
+class Bracket(NamedTuple):
   """A search for the K-th largest entry, per query: count(low) >= K > count(high). All [1, 128]."""
 
   low: jax.Array
@@ -199,9 +200,9 @@ class _Bracket(NamedTuple):
     """Neither exactly K entries at or above low, nor low the K-th largest itself (a tie)."""
     return (self.at_low > k) & (self.low + 1 < self.high)
 
-  def update(self, t, count, k, active) -> '_Bracket':
+  def update(self, t, count, k, active) -> 'Bracket':
     up, down = active & (count >= k), active & (count < k)
-    return _Bracket(
+    return Bracket(
       jnp.where(up, t, self.low),
       jnp.where(down, t, self.high),
       jnp.where(up, count, self.at_low),
@@ -212,8 +213,8 @@ class _Bracket(NamedTuple):
     return (self.low >> 1) + (self.high >> 1) + (self.low & self.high & 1)
 
 
-def _widest(at_low) -> _Bracket:
-  return _Bracket(
+def _widest(at_low) -> Bracket:
+  return Bracket(
     jnp.full((1, _LANES), LOWEST + 1),
     jnp.full((1, _LANES), reference.HIGHEST + 1),
     at_low,
@@ -221,17 +222,17 @@ def _widest(at_low) -> _Bracket:
   )
 
 
-def _bisect(bracket: _Bracket, count, k, active) -> _Bracket:
+def _bisect(bracket: Bracket, count, k, active) -> Bracket:
   """Halves the brackets of active queries until all are settled; `count(t)` [1, 128]."""
 
   def body(b):
     t = b.middle()
     return b.update(t, count(t), k, b.unsettled(k) & active)
 
-  return jax.lax.while_loop(lambda b: _any(b.unsettled(k) & active), body, bracket)
+  return jax.lax.while_loop(lambda b: any_true(b.unsettled(k) & active), body, bracket)
 
 
-def _interpolate(b: _Bracket, k: int) -> jax.Array:
+def interpolate(b: Bracket, k: int) -> jax.Array:
   """A threshold that should bring the farther end of the bracket close to the K-th entry.
 
   Counts are taken as linear in the score. The aim is a little beyond K, by about the error of
@@ -258,7 +259,7 @@ def _sample_bounds(sample, parts, layout: Layout) -> tuple[jax.Array, jax.Array]
 
   def body(_, bounds):
     pairs = []
-    middles = [_Bracket(low, high, low, low).middle() for low, high in bounds]
+    middles = [Bracket(low, high, low, low).middle() for low, high in bounds]
 
     def both(n, totals):
       u = sample[pl.ds(pl.multiple_of(n * _TABLE, _TABLE), _TABLE), :]
@@ -298,7 +299,7 @@ def _fold(tile, cells, chunks, high, rows: int):
   jax.lax.fori_loop(0, rows // block, one_block, 0)
 
 
-def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> _Bracket:
+def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> Bracket:
   """Brackets whose `low` is the K-th largest or has exactly K entries at or above it, per query.
 
   `low` is LOWEST + 1, which selects all that is visible, for queries that see at most K keys.
@@ -318,13 +319,13 @@ def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> _Bracket:
 
   def narrow(carry):
     n, b = carry
-    t = jnp.where(n == 0, guesses[0], jnp.where(n == 1, guesses[1], _interpolate(b, k)))
+    t = jnp.where(n == 0, guesses[0], jnp.where(n == 1, guesses[1], interpolate(b, k)))
     t = jnp.clip(t, b.low + 1, b.high - 1)
     return n + 1, b.update(t, count(t), k, b.unsettled(k))
 
   def wide(carry):
     n, b = carry
-    return (n < NARROWING) & _any(b.unsettled(k))
+    return (n < NARROWING) & any_true(b.unsettled(k))
 
   _, bracket = jax.lax.while_loop(wide, narrow, (0, bracket))
 
@@ -342,7 +343,7 @@ def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> _Bracket:
     return _bisect(b, lambda t: cell_count(t) + b.at_high, k, complete)
 
   bracket = jax.lax.cond(
-    _any(bracket.unsettled(k)) & (chunks > FOLD_ABOVE), among_cells, lambda b: b, bracket
+    any_true(bracket.unsettled(k)) & (chunks > FOLD_ABOVE), among_cells, lambda b: b, bracket
   )
   return _bisect(bracket, count, k, True)
 
@@ -350,10 +351,10 @@ def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> _Bracket:
 def _tile_positions(start, groups: int) -> jax.Array:
   """[1024, 128] int32: key positions of the tile's rows from `start` on."""
   offset, _ = _position(groups)
-  part, within = _divmod(start, PART)
+  part, within = divide(start, PART)
   n = jax.lax.broadcasted_iota(jnp.int32, (STEP // _SUBLANES, _SUBLANES, _LANES), 0)
   base = part * (groups * PART) + within
-  unit, i = _divmod(n, 32)
+  unit, i = divide(n, 32)
   return (offset[None] + base + unit * _UNIT + i).reshape(STEP, _LANES)
 
 
@@ -429,19 +430,23 @@ def _pack(tile, packed, steps, threshold, groups: int) -> jax.Array:
   return lowest
 
 
-def _transpose_words(packed, words, prefix, parts):
-  """Words to [part, (group, query), 128 words in order of keys], and their inclusive bit counts."""
+def inclusive_bit_counts(words: jax.Array) -> jax.Array:
+  """[rows, 128] words -> how many bits each word and those before it in its row have."""
   upper = (
     jax.lax.broadcasted_iota(jnp.int32, (_TABLE, _TABLE), 0)
     <= jax.lax.broadcasted_iota(jnp.int32, (_TABLE, _TABLE), 1)
   ).astype(jnp.bfloat16)
+  bits = jax.lax.population_count(words).astype(jnp.float32).astype(jnp.bfloat16)  # At most 32.
+  return jnp.dot(bits, upper, preferred_element_type=jnp.float32).astype(jnp.int32)
+
+
+def _transpose_words(packed, words, prefix, parts):
+  """Words to [part, (group, query), 128 words in order of keys], and their inclusive bit counts."""
 
   def body(n, _):
     w = packed[pl.ds(pl.multiple_of(n * _TABLE, _TABLE), _TABLE), :].T
-    bits = jax.lax.population_count(w).astype(jnp.float32).astype(jnp.bfloat16)  # At most 32.
-    counts = jnp.dot(bits, upper, preferred_element_type=jnp.float32)
     words[n] = w
-    prefix[n] = counts.astype(jnp.int32)
+    prefix[n] = inclusive_bit_counts(w)
     return _
 
   jax.lax.fori_loop(0, parts, body, 0)
@@ -463,11 +468,15 @@ def _gather(x: jax.Array, lane: jax.Array) -> jax.Array:
   return jnp.take_along_axis(x, lane, axis=1, mode='promise_in_bounds')
 
 
-def _compact(words, prefix, out_ref, parts, layout: Layout):
-  """Writes each query's positions, ascending, -1 where it has fewer than K."""
+def compact(words, prefix, out_ref, parts, layout: Layout, passes: int = 1):
+  """Writes each query's positions, ascending, -1 where it has fewer than K.
+
+  A pass places up to 128 keys of every row; `passes` of them are one step of the loop.
+  """
   block_q, groups = layout.block_q, layout.groups
-  lane = jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 1)
-  group = jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 0) >> (block_q.bit_length() - 1)
+  shape = (block_q * groups, _LANES)
+  lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+  group = jax.lax.broadcasted_iota(jnp.int32, shape, 0) >> (block_q.bit_length() - 1)
   out_ref[0] = jnp.full((block_q, layout.slots), -1, jnp.int32)
 
   def one_part(part, filled):
@@ -482,7 +491,7 @@ def _compact(words, prefix, out_ref, parts, layout: Layout):
     base = (part * groups + group) * PART
     most = jnp.max(total.astype(jnp.float32)).astype(jnp.int32)
 
-    def chunk(n, _):
+    def one_pass(n):
       # Hit j of the row goes to slot start + j: lane l of the output takes a j that ends up there.
       j = n * _LANES + ((lane - start) & (_LANES - 1))
       word, begin = jnp.zeros_like(j), jnp.zeros_like(j)
@@ -492,7 +501,7 @@ def _compact(words, prefix, out_ref, parts, layout: Layout):
         word = jnp.where(beyond, word + width, word)
         begin = jnp.where(beyond, end, begin)
       key = base + word * 32 + _nth_bit(_gather(w, word), j - begin)
-      row = jnp.where(j < total, _divmod(start + j, _LANES)[0], -1)
+      row = jnp.where(j < total, divide(start + j, _LANES)[0], -1)
       for r in range(layout.slots // _LANES):
         at = (0, slice(None), pl.ds(r * _LANES, _LANES))
         out = out_ref[at]
@@ -500,9 +509,14 @@ def _compact(words, prefix, out_ref, parts, layout: Layout):
           mine = slice(g * block_q, (g + 1) * block_q)
           out = jnp.where(row[mine] == r, key[mine], out)
         out_ref[at] = out
+
+    def chunk(n, _):
+      for i in range(passes):
+        one_pass(n * passes + i)
       return _
 
-    jax.lax.fori_loop(0, _divmod(most + (_LANES - 1), _LANES)[0], chunk, 0)
+    step = passes * _LANES
+    jax.lax.fori_loop(0, divide(most + (step - 1), step)[0], chunk, 0)
     return filled
 
   jax.lax.fori_loop(0, parts, one_part, jnp.zeros((block_q, 1), jnp.int32))
@@ -530,7 +544,7 @@ def _kernel(steps_ref, *refs, layout: Layout):
       _clear_rest(tile, packed, steps, LOWEST)
       found = _threshold(tile, packed, cells, seen, steps, layout)
 
-    @pl.when(_any(found.at_low > layout.topk))
+    @pl.when(any_true(found.at_low > layout.topk))
     def _():
       with jax.named_scope('ties'):
         _drop_ties(tile, steps, found.low, found.at_low, layout)
@@ -541,7 +555,7 @@ def _kernel(steps_ref, *refs, layout: Layout):
       threshold_ref[0, 0] = reference.from_ordered_bits(jnp.where(full, lowest, LOWEST))
     with jax.named_scope('compact'):
       _transpose_words(packed, words, prefix, parts)
-      _compact(words, prefix, out_ref, parts, layout)
+      compact(words, prefix, out_ref, parts, layout)
 
 
 def _pad(x: jax.Array, axis: int, multiple: int, value=0) -> jax.Array:
@@ -645,7 +659,7 @@ def indexer_topk(
   def per_step(b, t, s, steps):
     # Past the last visible key the block stays the same, so nothing is fetched.
     s = jnp.minimum(s, jnp.maximum(steps[b, t] - 1, 0))
-    part, within = _divmod(s, per_part)
+    part, within = divide(s, per_part)
     return b, part, 0, within
 
   lane_spec = pl.BlockSpec((1, 1, 1, _LANES), per_block)

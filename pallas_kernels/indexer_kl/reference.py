@@ -1,11 +1,27 @@
-"""The indexer's KL in plain jax: gathers each query's selected rows, a few queries at a time."""
+"""The indexer's KL in plain jax, a few queries at a time: what the kernels are tested against."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Gathered rows of one step, in elements: bounds the memory of long sequences.
+# Gathered rows (sparse stage) or logits (dense) of one step, in elements: bounds the memory.
 _ROWS_PER_STEP = 1 << 25
+
+
+class Visible(NamedTuple):
+  """Key s is visible to query t if s <= q_slot[t] and both carry the same segment id, above 0."""
+
+  q_slot: jax.Array  # [B, T] int32
+  q_segment: jax.Array  # [B, T] int32
+  k_segment: jax.Array  # [B, S] int32
+
+  def mask(self) -> jax.Array:
+    """[B, T, S] bool."""
+    position = jnp.arange(self.k_segment.shape[1])
+    same = self.q_segment[:, :, None] == self.k_segment[:, None, :]
+    return same & (self.k_segment[:, None, :] > 0) & (position <= self.q_slot[:, :, None])
 
 
 def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -13,18 +29,19 @@ def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
   return jax.vmap(lambda rows, i: rows[i])(table, jnp.maximum(indices, 0))
 
 
-def _kl(q, lse, index_q, index_weights, indices, latents, index_k, scale):
+def _kl(q, lse, index_q, index_weights, chosen, latents, index_k, scale):
   """One step: queries [B, c, ...] against all rows -> [B, c]."""
   dtype = jnp.promote_types(q.dtype, jnp.float32)
-  valid = indices >= 0
-  rows = _take(latents, indices)
-  logits = jnp.einsum('BTNL,BTKL->BTNK', q, rows, preferred_element_type=dtype) * scale
+  if isinstance(chosen, Visible):
+    valid, letters = chosen.mask(), 'BK'
+  else:
+    valid, letters = chosen >= 0, 'BTK'
+    latents, index_k = _take(latents, chosen), _take(index_k, chosen)
+  logits = jnp.einsum(f'BTNL,{letters}L->BTNK', q, latents, preferred_element_type=dtype) * scale
   probs = jnp.exp(jnp.where(valid[:, :, None], logits - lse[..., None], -jnp.inf))
   target = lax.stop_gradient(jnp.mean(probs, axis=2))
 
-  dots = jnp.einsum(
-    'BTIJ,BTKJ->BTIK', index_q, _take(index_k, indices), preferred_element_type=dtype
-  )
+  dots = jnp.einsum(f'BTIJ,{letters}J->BTIK', index_q, index_k, preferred_element_type=dtype)
   scores = jnp.sum(jax.nn.relu(dots) * index_weights[..., None], axis=2)
   highest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-1e30, where=valid))
   centred = jnp.where(valid, scores - highest, 0.0)
@@ -34,11 +51,12 @@ def _kl(q, lse, index_q, index_weights, indices, latents, index_k, scale):
   return jnp.sum(target * (log_target - log_index), axis=-1, where=valid)
 
 
-def indexer_kl(q, latents, lse, index_q, index_weights, index_k, indices, scale):
-  """Arguments and result as in api.py. The backward pass gathers the rows once more."""
+def indexer_kl(q, latents, lse, index_q, index_weights, index_k, selection, scale):
+  """Arguments and result as in api.py. The backward pass computes each step once more."""
   q, latents, lse = lax.stop_gradient((q, latents, lse))
-  batch, time = q.shape[:2]
-  per_query = batch * indices.shape[2] * latents.shape[2]
+  batch, time, heads, width = q.shape
+  dense = isinstance(selection, Visible)
+  per_query = batch * (latents.shape[1] * heads if dense else selection.shape[2] * width)
   step = max(1, min(time, _ROWS_PER_STEP // per_query))
   steps = -(-time // step)
 
@@ -49,9 +67,11 @@ def indexer_kl(q, latents, lse, index_q, index_weights, index_k, indices, scale)
 
   @jax.checkpoint
   def one_step(queries):
-    q, lse, index_q, index_weights, indices = queries
-    return _kl(q, lse, index_q, index_weights, indices, latents, index_k, scale)
+    q, lse, index_q, index_weights, chosen = queries
+    if dense:
+      chosen = Visible(chosen[0], chosen[1], selection.k_segment)
+    return _kl(q, lse, index_q, index_weights, chosen, latents, index_k, scale)
 
-  queries = (split(q), split(lse), split(index_q), split(index_weights), split(indices, -1))
-  kl = lax.map(one_step, queries)
+  chosen = (split(selection.q_slot), split(selection.q_segment)) if dense else split(selection, -1)
+  kl = lax.map(one_step, (split(q), split(lse), split(index_q), split(index_weights), chosen))
   return jnp.moveaxis(kl, 0, 1).reshape(batch, -1)[:, :time]

@@ -72,6 +72,11 @@ def _chip() -> str:
   return 'tpu7x' if '7' in kind else 'v6e'
 
 
+def cores(chip: str | None = None) -> int:
+  """TensorCores of a device of this chip; None asks the mesh, or the first device."""
+  return _CORES[chip or _chip()]
+
+
 def _blocks(c: Config, tuning: Tuning, heads: int, width: int, dtype) -> Blocks:
   latent = layout.round_up(c.latent_dim, layout.LANES)
   return Blocks(

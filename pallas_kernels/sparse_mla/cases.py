@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_mla import api
+from pallas_kernels.shapes import Decode
+from pallas_kernels.sparse_mla import api, layout, paged
 
 
 class SparseMla(NamedTuple):
@@ -79,4 +80,46 @@ def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
     2.0 * shape.heads * widths * t.keys * t.queries,
     t.keys * (2.0 * width + gradient[0]),
     t.keys * (row + 8.0 + gradient[1]),
+  )
+
+
+def build_decode(shape: Decode, chip: str):
+  """(function, abstract arguments) of `sparse_mla_paged` on packed pages, lists of rows given.
+
+  The sorts that make the lists are left out: at K = 2,048 the compiler spends minutes on them.
+  """
+  s = shape
+  width = s.latent_dim + s.rope_dim
+  regime = paged.choose_regime(s.keys)
+  c = api.make_config(width**-0.5, s.latent_dim, s.keys, regime, chip)
+  q = jax.ShapeDtypeStruct((s.batch, s.time, s.heads, width), s.dtype)
+  b = paged.make_blocks(c, q.shape, q.dtype, s.page_size, paged.CHUNK[c.regime])
+  pool = (s.batch * s.keys // s.page_size + 1, s.page_size)
+  selection = jax.eval_shape(
+    lambda indices, table: paged.select(indices, table, pool, b),
+    jax.ShapeDtypeStruct((s.batch, s.time, s.topk), jnp.int32),
+    jax.ShapeDtypeStruct((s.batch, s.keys // s.page_size), jnp.int32),
+  )
+  pages = jax.ShapeDtypeStruct((*pool, 1, b.words), jnp.uint32)
+  return functools.partial(paged.attend, b=b, latent_dim=s.latent_dim), (q, pages, selection)
+
+
+def work_decode(shape: Decode) -> tuple[float, float, float, float]:
+  """As `work`, of a chunk of one sequence whose queries all select the same keys.
+
+  In the dense regime a chunk is one of those of the whole context.
+  """
+  s = shape
+  regime = paged.choose_regime(s.keys)
+  chunk = paged.CHUNK[regime]
+  read = s.keys if regime == 'dense' else s.topk
+  width = s.latent_dim + s.rope_dim
+  query = s.heads * (2 * width + 2 * s.latent_dim + 4)
+  words = layout.packed_words(layout.round_up(width, layout.LANES), s.dtype)
+  part = chunk / read
+  return (
+    part * s.time,
+    part * s.time * 2.0 * s.heads * (width + s.latent_dim) * s.topk,
+    part * (s.time * (query + 4 * s.topk) + s.topk * 2.0 * width),
+    part * (s.time * query + read * (4.0 * words + 8)),
   )

@@ -52,7 +52,7 @@ def _kernel(b: Blocks, starts, counts, base, *buffers, names):
   refs['dense_base'] = base
   stream = Stream(
     b, starts, counts, refs.get('lists'), refs['masks_hbm'], refs['keys_hbm'], refs, first,
-    first + steps - 1,
+    first + steps - 1, lengths=base if b.tails else None,
   )  # fmt: skip
 
   pl.when(step == 0)(stream.prime)
@@ -106,10 +106,12 @@ def forward(
   Args:
     q: [G * M * N, F].
     keys: packed rows [S, 1, W] uint32 (gathered), or [S, F] (dense).
-    lists: [G, chunks, 1, C] int32 row ids, or None (dense).
+    lists: [G, chunks, 1, C] int32 row ids, or None (dense). With a granule above 1 the last axis
+      is C / granule, and an entry n stands for rows n * granule and following.
     masks: [G, chunks, 1, C] int32, bit m for query m of the block.
     starts, counts: [G] int32, the chunks of each block.
-    base: [G] int32, first row of the block's sequence (dense).
+    base: [G] int32, first row of the block's sequence (dense); rows of its list, counted from
+      chunk 0 (`Blocks.tails`).
     blocks: static sizes.
     interpret: passed to `pallas_call`.
   """

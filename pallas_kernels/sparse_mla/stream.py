@@ -42,6 +42,13 @@ class Blocks:
   scale: float
   dtype: Any
   interpret: bool = False
+  granule: int = 1  # Rows of one copy, and of one entry of the lists, in the gathered regime.
+  tails: bool = False  # Lists may end anywhere: what lies behind their last row is cleared.
+
+  @property
+  def copies(self) -> int:
+    """Copies that bring a chunk, in the gathered regime."""
+    return self.keys // self.granule
 
   @property
   def rows(self) -> int:
@@ -63,7 +70,7 @@ class Blocks:
     }
     if self.gather:
       return buffers | {
-        'ids': pltpu.SMEM((RING, 1, self.keys), jnp.int32),
+        'ids': pltpu.SMEM((RING, 1, self.copies), jnp.int32),
         'packed': pltpu.VMEM((2 * self.keys, 1, self.words), jnp.uint32),
         'keys': pltpu.VMEM((self.keys, self.features), self.dtype),
         'id_sems': pltpu.SemaphoreType.DMA((RING,)),
@@ -99,8 +106,14 @@ def row_tile(b: Blocks, ref, start, tile: int):
 class Stream:
   """The walk of one core: prime once, `begin` / `issue` for every chunk, finish once."""
 
-  def __init__(self, blocks, starts, counts, lists, masks_hbm, keys_hbm, scratch, first, last):
-    """References; `first` and `last` are the first and last query block of this core."""
+  def __init__(
+    self, blocks, starts, counts, lists, masks_hbm, keys_hbm, scratch, first, last, lengths=None
+  ):
+    """References; `first` and `last` are the first and last query block of this core.
+
+    `lengths` [G] are the rows of each block's list, which only `Blocks.tails` asks for.
+    """
+    self.lengths = lengths
     self.b, self.starts, self.counts = blocks, starts, counts
     self.lists, self.masks_hbm, self.keys_hbm = lists, masks_hbm, keys_hbm
     self.s, self.first, self.last = scratch, first, last
@@ -138,16 +151,22 @@ class Stream:
     )
 
   def _row_copy(self, ring, slot, i):
+    """The i-th copy of a chunk: one row, or `granule` of them."""
+    source, target, size = self.s['ids'][ring, 0, i], slot * self.b.keys + i, self.b.granule
+    if size > 1:
+      target = pl.multiple_of(slot * self.b.keys + i * size, size)
+      source, target = pl.ds(pl.multiple_of(source * size, size), size), pl.ds(target, size)
     return pltpu.make_async_copy(
-      self.keys_hbm.at[self.s['ids'][ring, 0, i]],
-      self.s['packed'].at[slot * self.b.keys + i],
-      self.s['row_sems'].at[slot],
+      self.keys_hbm.at[source], self.s['packed'].at[target], self.s['row_sems'].at[slot]
     )
 
   def issue_rows(self, tick, begin, end):
     """Starts the copies of rows [begin, end) of the chunk two after the one of `tick`."""
     each_row(
-      self.b, begin, end, lambda i: self._row_copy((tick + 2) & (RING - 1), tick & 1, i).start()
+      self.b,
+      begin // self.b.granule,
+      end // self.b.granule,
+      lambda i: self._row_copy((tick + 2) & (RING - 1), tick & 1, i).start(),
     )
 
   def _wait_rows(self, slot):
@@ -176,7 +195,7 @@ class Stream:
         self._row_copy(slot, slot, i).start()
         return carry
 
-      lax.fori_loop(0, self.b.keys, start_row, 0)
+      lax.fori_loop(0, self.b.copies, start_row, 0)
       position = self.after(position)
     self._id_copy(position, 2).start()
 
@@ -205,8 +224,22 @@ class Stream:
     self._id_copy(second, (tick + 2) & (RING - 1)).wait()
     self._id_copy(self.after(second), (tick + 3) & (RING - 1)).start()
     self._wait_rows(slot)
+    if b.tails:
+      self._clear_tail(position, slot)
     self._unpack(slot)
     return tick, words, lambda columns: s['keys'][:, columns]
+
+  def _clear_tail(self, position, slot):
+    """Zeros for what a chunk holds behind its list: a probability of 0 times NaN would be NaN."""
+    block, chunk = self._chunk(position)
+    length = self.lengths[block] - chunk * self.b.keys
+
+    @pl.when(length < self.b.keys)
+    def _():
+      row = lax.broadcasted_iota(jnp.int32, (self.b.keys, layout.LANES), 0)
+      for tile in range(self.b.words // layout.LANES):
+        view, index = row_tile(self.b, self.s['packed'], slot * self.b.keys, tile)
+        view[index] = jnp.where(row < length, view[index], jnp.uint32(0))
 
   def _unpack(self, slot):
     b = self.b

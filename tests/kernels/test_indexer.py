@@ -112,6 +112,17 @@ def test_any_slots_and_segments(implementation, data):
   check(case, implementation, (q, weights, k, q_slot, q_segment, k_segment))
 
 
+def test_twenty_runs_are_bit_identical():
+  """Real-valued scores: a sum in another order would show."""
+  case = BY_NAME['test-odd']
+  q, weights, k, *rest = inputs(case, 3)
+  rng = np.random.default_rng(3)
+  arguments = (*(rng.standard_normal(x.shape, np.float32) for x in (q, weights, k)), *rest)
+  first = [x.tobytes() for x in run(case, 'tpu', arguments)]
+  for _ in range(19):
+    assert [x.tobytes() for x in run(case, 'tpu', arguments)] == first
+
+
 @pytest.mark.parametrize('implementation', IMPLEMENTATIONS)
 def test_close_scores(implementation):
   """Real-valued scores: whatever is selected is at least as good as the K-th, but for rounding."""

@@ -72,3 +72,13 @@ def test_a_matmul_runs_at_peak(chip):
   row = bench.summarize(f'{op.name}/{shape.name}', chip, report)
   assert row.peak == pytest.approx(row.mxu, abs=0.01)
   assert row.mxu > 0.75
+
+
+def test_floors_need_no_compiler(capsys):
+  """One token of a 128K context: all index keys, 256 bytes each, dominate; by HBM on a v6e."""
+  assert bench.main(['--topology=v6e:2x2', '--op=indexer_topk_paged', '--floors']) == 0
+  assert 'drafts-128k' in capsys.readouterr().out
+  op, shape = cases.find('indexer_topk_paged/decode-128k')
+  floor = bench.floor(op, shape, schedule.CHIPS['v6e'])
+  assert floor.mflop == pytest.approx(2 * 131072 * 32 * 128 / 1e6, abs=0.1)
+  assert floor.hbm_microseconds == pytest.approx(131072 * 256 / 1.64e12 * 1e6, rel=1e-3)
