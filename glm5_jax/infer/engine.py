@@ -25,7 +25,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.digest import describe, kind, named_leaves
 from glm5_jax.infer import sampling, speculative
 from glm5_jax.infer.cache import init_pool, pages_for
-from glm5_jax.infer.programs import EngineConfig, bucket, programs
+from glm5_jax.infer.programs import EngineConfig, bucket, by_layer, programs
 from glm5_jax.infer.request import (
   EngineFullError,
   Event,
@@ -44,6 +44,10 @@ def weights_checksum(params: Any) -> str:
   """16 hex digits that change with any name, shape, type or bit of the weights."""
   lines = [f'{name} {what}' for name, what in sorted(describe(params).items())]
   return hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:16]
+
+
+def _kinds(params: Any) -> dict[str, str]:
+  return {name: kind(leaf) for name, leaf in named_leaves(params).items()}
 
 
 class Engine:
@@ -65,14 +69,14 @@ class Engine:
     *,
     version: int = 0,
   ):
-    self.config = config.replace(remat='none')
+    self.config = config
     self.sizes = engine_config.resolve(config)
     self._tokenizer = tokenizer
     leaf = jax.tree.leaves(params)[0]
     self._device = next(iter(leaf.devices())) if isinstance(leaf, jax.Array) else jax.devices()[0]
-    self._params = self._own(params)
+    self._kinds = _kinds(params)
+    self._params, self.checksum = self._receive(params)
     self.version = version
-    self.checksum = weights_checksum(self._params)
     self._update: tuple[Any, int, str] | None = None  # Waits for the running ones to finish.
     self._refusal: str | None = None
     drafts = self.sizes.draft_steps
@@ -206,8 +210,7 @@ class Engine:
       raise ValueError(f'the engine has weights of version {version} already; give these another')
     try:
       self._check_tree(params)
-      own = self._own(params)
-      received = weights_checksum(own)
+      own, received = self._receive(params)
       if checksum is not None and received != checksum:
         raise WeightsError(f'checksum {received} received, {checksum} sent')
     except WeightsError as e:
@@ -251,12 +254,13 @@ class Engine:
 
   # --- Weights ---
 
-  def _own(self, params: Any) -> Any:
-    return jax.device_put(jax.tree.map(jnp.copy, params), self._device)
+  def _receive(self, params: Any) -> tuple[Any, str]:
+    """A copy in the programs' form, and its checksum."""
+    own = jax.device_put(jax.tree.map(jnp.copy, params), self._device)
+    return by_layer(own, self.config), weights_checksum(own)
 
   def _check_tree(self, params: Any) -> None:
-    have = {name: kind(leaf) for name, leaf in named_leaves(self._params).items()}
-    got = {name: kind(leaf) for name, leaf in named_leaves(params).items()}
+    have, got = self._kinds, _kinds(params)
     for name in sorted(have | got):
       if have.get(name) != got.get(name):
         raise WeightsError(
@@ -414,7 +418,9 @@ class Engine:
     if pages is None:
       longest = max(time, *(s.computed + count for s, count in work))
       pages = bucket(pages_for(longest, self.sizes.page_size), self.sizes.page_buckets)
-    tokens = np.zeros((rows, time), np.int32)
+    # Padding is of all kinds: experts would wait for one that all of it goes to.
+    tokens = np.linspace(0, self.config.vocab_size - 1, rows * time).astype(np.int32)
+    tokens = tokens.reshape(rows, time)
     table = np.zeros((rows, pages), np.int32)
     counts, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     carry = self._carry([s for s, _ in work], rows) if self.sizes.draft_steps else None
@@ -441,7 +447,8 @@ class Engine:
     if pages is None:
       longest = max(s.computed + n for s, n in zip(sequences, limits, strict=True))
       pages = bucket(pages_for(longest, self.sizes.page_size), self.sizes.page_buckets)
-    token, limit, length = (np.zeros(rows, np.int32) for _ in range(3))
+    token = np.linspace(0, self.config.vocab_size - 1, rows).astype(np.int32)
+    limit, length = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     table = np.zeros((rows, pages), np.int32)
     for row, sequence in enumerate(sequences):
       own = sequence.pages[:pages]

@@ -18,6 +18,7 @@ from glm5_jax.infer.cache import pages_for
 from glm5_jax.infer.request import MAX_TOP_LOGPROBS
 from glm5_jax.modules.attention import PagedCache
 from glm5_jax.modules.model import forward, unembed
+from glm5_jax.ops import dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +113,35 @@ def bucket(size: int, sizes: tuple[int, ...]) -> int:
   return next(s for s in sizes if s >= size)
 
 
+def by_layer(params: Any, config: ModelConfig) -> Any:
+  """The parameters as the programs take them: of each stack, a list of its repeats' for every leaf.
+
+  XLA:CPU copies a layer's weights out of a stack before it uses them, every time.
+  """
+  names = {stack.name for stack in config.stacks}
+  return {
+    name: jax.tree.map(lambda a: list(jnp.unstack(a)), tree) if name in names else tree
+    for name, tree in params.items()
+  }
+
+
+def _stacked(params: Any) -> Any:
+  """Undoes `by_layer`. Under jit with all layers unrolled, no stack is ever made."""
+  return jax.tree.map(
+    lambda a: jnp.stack(a) if isinstance(a, list) else a,
+    params,
+    is_leaf=lambda a: isinstance(a, list),
+  )
+
+
+@dispatch.forward_only()
 def _forward(params, latent, index_k, carry, tokens, count, table, length, *, config):
   """Runs each row's `count` new tokens [B, T].
 
   Returns (logits [B, V] after the last of them, the hidden state [B, D] there, the pool). With a `carry`
   [B, D], the hidden state before the first of them, the MTP layer's cache rows are made too.
   """
+  params = _stacked(params)
   valid = jnp.arange(tokens.shape[1]) < count[:, None]
   paged = PagedCache(latent, index_k, table, length)
   if carry is None:
@@ -132,19 +156,20 @@ def _forward(params, latent, index_k, carry, tokens, count, table, length, *, co
   return unembed(params, hidden), hidden, paged.latent, paged.index_k
 
 
+@dispatch.forward_only()
 def _speculate(
   params, latent, index_k, carry, token, limit, table, length, settings, seen, *, config, steps
 ):
   paged = PagedCache(latent, index_k, table, length)
   verified, paged = speculative.decode(
-    params, config, steps, carry, token, limit, paged, settings, seen
+    _stacked(params), config, steps, carry, token, limit, paged, settings, seen
   )
   return verified, paged.latent, paged.index_k
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """Jitted functions; the pool's arrays are donated."""
+  """Jitted functions; the pool's arrays are donated, parameters are those of `by_layer`."""
 
   forward: Callable[..., Any]
   speculate: Callable[..., Any]
@@ -161,6 +186,7 @@ def programs(
 
   The functions are wrapped, so that another set has compiled programs of its own.
   """
+  config = config.replace(remat='none', scan_unroll=config.num_hidden_layers)
   jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
   pool = ('latent', 'index_k')
   return Programs(

@@ -114,7 +114,11 @@ def sample(logits: jax.Array, settings: Settings, seen: jax.Array | None = None)
   logits = logits.astype(jnp.float32)
   with jax.named_scope('sample'):
     logp = log_distribution(logits, settings, seen)
-    token = draw(logp, keys(settings))
+    token = jax.lax.cond(
+      jnp.all(settings.temperature <= 0),  # Noise for a whole vocabulary costs more than the rest.
+      lambda: jnp.argmax(logp, axis=-1).astype(jnp.int32),
+      lambda: draw(logp, keys(settings)),
+    )
     raw = jax.nn.log_softmax(logits, axis=-1)
     at = token[:, None]
     return Drawn(

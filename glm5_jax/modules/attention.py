@@ -42,6 +42,19 @@ class PagedCache(NamedTuple):
     row = jnp.arange(new.shape[0])[:, None]
     return old.at[row, slot].set(new.astype(old.dtype), mode='drop')  # Padding may lie beyond.
 
+  def take(self, name: str, layer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """`read(name, layer, new)[b, slots[b]]`, [B, T, K, W], without reading the others.
+
+    `slots` [B, T, K] must each hold a key of their row.
+    """
+    pool = getattr(self, name)
+    row = jnp.arange(slots.shape[0])[:, None, None]
+    page = self.table[row, slots // pool.shape[2]]
+    old = pool.at[layer, page, slots % pool.shape[2]].get(mode='promise_in_bounds')
+    fresh = slots - self.length[:, None, None]
+    own = new[row, jnp.clip(fresh, 0, new.shape[1] - 1)].astype(old.dtype)
+    return jnp.where(fresh[..., None] >= 0, own, old)
+
   def write(
     self, new: dict[str, jax.Array], valid: jax.Array, first: tuple[int, int] = (0, 0)
   ) -> 'PagedCache':
@@ -65,6 +78,31 @@ class PagedCache(NamedTuple):
       index_k=put(self.index_k, new['index_k'], first[1]),
       length=self.length + jnp.sum(valid, axis=1),
     )
+
+
+class PagedLatents(NamedTuple):
+  """A layer's `mla.Latents` in their pages: decoding reads those rows that the indexer selects."""
+
+  cache: PagedCache
+  layer: jax.Array  # [] its number in the pool
+  new: mla.Latents  # [B, T, ...] of the new tokens, which the pool does not hold yet
+
+  @property
+  def slots(self) -> int:
+    return self.cache.slots
+
+  def all(self) -> mla.Latents:
+    return self._split(self.cache.read('latent', self.layer, self.rows()))
+
+  def take(self, slots: jax.Array) -> mla.Latents:
+    return self._split(self.cache.take('latent', self.layer, self.rows(), slots))
+
+  def rows(self) -> jax.Array:
+    """The new rows [B, T, L + R] as the pool holds them."""
+    return jnp.concatenate(self.new, axis=-1)
+
+  def _split(self, rows: jax.Array) -> mla.Latents:
+    return mla.Latents(*jnp.split(rows, [self.new.c.shape[-1]], axis=-1))
 
 
 class Context(NamedTuple):
@@ -98,19 +136,30 @@ def _append(cache: Cache, name: str, new: jax.Array, offset) -> jax.Array:
   return jax.lax.dynamic_update_slice(cache[name], new.astype(cache[name].dtype), start)
 
 
-def _with_past(cache: Cache, new: mla.Latents, ctx: Context):
+def _with_past(
+  cache: Cache, new: mla.Latents, ctx: Context
+) -> tuple[mla.Latents | PagedLatents, dict[str, jax.Array]]:
   """Latents of all keys, and the layer's new cache; of a paged one, the new rows only.
 
   A paged layer's cache is its number in the pool, `latent`, and that of its indexer, `index_k`.
   """
   if ctx.paged is not None and cache is not None:
-    rows = jnp.concatenate(new, axis=-1)
-    c, k_rope = jnp.split(ctx.paged.read('latent', cache['latent'], rows), [new.c.shape[-1]], -1)
-    return mla.Latents(c, k_rope), {'latent': rows}
+    paged = PagedLatents(ctx.paged, cache['latent'], new)
+    return paged, {'latent': paged.rows()}
   latents = mla.Latents(
     _append(cache, 'c', new.c, ctx.offset), _append(cache, 'k_rope', new.k_rope, ctx.offset)
   )
   return latents, {'c': latents.c, 'k_rope': latents.k_rope}
+
+
+def _after(out: jax.Array, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """`rows` [B, T, W], but XLA knows that attention's `out` [B, T, N, H] comes first.
+
+  So what writes them to the pool follows all reads of it. Where it may come before some, XLA copies the
+  pool. (A barrier does not tell: it is gone when copies are decided on.)
+  """
+  sound = jnp.where(jnp.isnan(out[:, :, 0, :1]), jnp.nan, 1.0)
+  return {name: row * sound.astype(row.dtype) for name, row in rows.items()}
 
 
 class Indexer(nn.Module):
@@ -181,6 +230,8 @@ class MLA(nn.Module):
       aux['selection'] = sparse_attention.Shared(
         aux['selection'], index if self.request.kl else None
       )
+    if ctx.paged is not None and cache is not None:
+      new_cache = _after(out, new_cache)
     out = jnp.einsum('BTNH,NHD->BTD', out, p['w_o'].astype(x.dtype))
     return out, aux, (None if cache is None else new_cache)
 

@@ -4,14 +4,18 @@ Token-expert pairs are grouped by expert, in one of two ways. 'blocks', for ever
 laid out in fixed-size blocks, each belonging to one expert; an expert with n tokens owns ceil(n /
 block) blocks. The number of blocks is bounded statically by `rows / block + experts`, so shapes are
 static, no token is ever dropped, and the waste is at most one block an expert, whatever the load.
-One batched matmul per projection does the work. 'ragged_dot', for TPUs: they are sorted by expert
-without gaps, and a grouped matmul takes the length of each group. (On a CPU ragged_dot computes
+One batched matmul per projection does the work. Within `forward_only`, experts take their tokens in
+rounds instead, which copies no weights but has no gradient. 'ragged_dot', for TPUs: pairs are sorted by
+expert without gaps, and a grouped matmul takes the length of each group. (On a CPU ragged_dot computes
 every expert.)
 
 Experts that other devices have: ops/expert_parallel.py.
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -23,6 +27,22 @@ from glm5_jax.ops.cumsum import cumulative_count
 from glm5_jax.ops.router import Routing
 
 Matmul = Literal['blocks', 'ragged_dot']
+
+_FORWARD_ONLY = contextvars.ContextVar('forward_only', default=False)
+
+
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+  """What is traced within computes 'blocks' in rounds, for inference: the same without a gradient.
+
+  A block has a copy of its expert's weights, which the gradient of few large blocks is worth. With
+  few tokens, of which each needs its own, the copies are most of the work.
+  """
+  token = _FORWARD_ONLY.set(True)
+  try:
+    yield
+  finally:
+    _FORWARD_ONLY.reset(token)
 
 
 def block_layout(rows: int, num_experts: int) -> tuple[int, int]:
@@ -123,9 +143,13 @@ def pair_outputs(
     w_gate, w_up, w_down, matmul: as in `expert_ffn`.
     nobody: see `experts`.
   """
-  grouped = _in_blocks if matmul == 'blocks' else _sorted
-  return grouped(x, experts, w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype),
-                 nobody)  # fmt: skip
+  weights = w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype)
+  if matmul == 'ragged_dot':
+    return _sorted(x, experts, *weights, nobody)
+  # With fewer pairs than experts, copies of the few that are chosen are cheaper than to read all.
+  if _FORWARD_ONLY.get() and not nobody and 2 * experts.size > len(w_gate):
+    return _in_rounds(x, experts, *weights)
+  return _in_blocks(x, experts, *weights, nobody)
 
 
 def _in_blocks(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
@@ -163,6 +187,53 @@ def _in_blocks(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
 
   with jax.named_scope('combine'):
     return take_rows(y.reshape(slots, -1), slot_of_pair, pair_of_slot[:, None])
+
+
+def round_size(tokens: int, rows: int, num_experts: int) -> int:
+  """Tokens that each expert takes in a round, of `rows` token-expert pairs.
+
+  Few tokens: so many that one round is enough for most loads, since a round costs the reading of all
+  weights. Many: about half an even load, so that little is computed for experts with nothing left.
+  """
+  return min(tokens, max(16, rows // num_experts // 2))
+
+
+def _in_rounds(x, experts, w_gate, w_up, w_down) -> jax.Array:
+  tokens, chosen = experts.shape
+  rows, num_experts = tokens * chosen, w_gate.shape[0]
+  size = round_size(tokens, rows, num_experts)
+  slots = num_experts * size
+
+  with jax.named_scope('dispatch'):
+    flat = experts.reshape(-1)
+    chosen_by = flat == jnp.arange(num_experts)[:, None]  # [E, rows]
+    position = cumulative_count(chosen_by)
+    rank = jnp.sum(jnp.where(chosen_by, position - 1, 0), axis=0)  # Among its expert's pairs.
+    rounds = (jnp.max(position[:, -1]) + size - 1) // size
+    x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+
+  def one_round(carry):
+    i, y = carry
+    with jax.named_scope('dispatch'):
+      slot_of_pair = jnp.where(rank // size == i, flat * size + rank % size, slots)
+      pair_of_slot = (
+        jnp.full(slots + 1, rows, jnp.int32)
+        .at[slot_of_pair]
+        .set(jnp.arange(rows, dtype=jnp.int32))[:-1]
+      )
+      token_of_slot = jnp.where(pair_of_slot < rows, pair_of_slot // chosen, tokens)
+      x_slots = x[token_of_slot].reshape(num_experts, size, -1)
+    with jax.named_scope('experts'):
+      gate = jnp.einsum('EcD,EDF->EcF', x_slots, w_gate)
+      up = jnp.einsum('EcD,EDF->EcF', x_slots, w_up)
+      out = jnp.einsum('EcF,EFD->EcD', jax.nn.silu(gate) * up, w_down).reshape(slots, -1)
+    with jax.named_scope('combine'):
+      now = (slot_of_pair < slots)[:, None]
+      return i + 1, jnp.where(now, out[jnp.minimum(slot_of_pair, slots - 1)], y)
+
+  y = jnp.zeros((rows, x.shape[1]), x.dtype)
+  _, y = jax.lax.while_loop(lambda carry: carry[0] < rounds, one_round, (jnp.int32(0), y))
+  return y
 
 
 def _sorted(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:

@@ -55,7 +55,7 @@ def choose_form(config: ModelConfig, time: int, keys: int) -> Form:
 def attend(
   p: Mapping[str, jax.Array],
   q: mla.Queries,
-  latents: mla.Latents,
+  latents: Any,
   keys: Keys,
   index: Index | None,
   selection: jax.Array | None,
@@ -69,7 +69,7 @@ def attend(
   Args:
     p: the layer's attention parameters (w_uk, w_uv are used).
     q: queries of the T new tokens.
-    latents: cache rows of all S keys.
+    latents: cache rows of all S keys: `mla.Latents`, or what has its `slots`, `all` and `take`.
     keys: which key each query may see.
     index: this layer's indexer, or None if it has none. With a `selection`, the indexer that made it:
       then it is for the KL only.
@@ -84,16 +84,19 @@ def attend(
   """
   keys, q = chunks.bind(keys, q)
   batch, time, heads = q.nope.shape[:3]
-  size = latents.c.shape[1]
+  size = latents.slots
   if k is not None and request.selection:
     raise ValueError(
       'a changing k has no list of selected positions to share: IndexShare needs a fixed'
     )
   form = 'expanded' if k is not None else form or choose_form(config, time, size)
+  gathers = config.sparse_attention and size > config.index_topk and not request.scores
   if form == 'expanded':
-    sides: Any = mla.expand(p, latents)
+    sides: Any = mla.expand(p, latents.all())
   else:
     sides = mla.absorb(p, q)
+    if not gathers:
+      latents = latents.all()
 
   def one_chunk(inputs):
     q, index_queries, selection, q_slot, q_segment, q_absorbed = inputs
@@ -116,7 +119,7 @@ def attend(
       logits_mask, logits_scores = mask, scores
     else:
       rows, logits_mask, logits_scores = latents, mask, scores
-      if config.sparse_attention and size > config.index_topk and not request.scores:
+      if gathers:
         rows, logits_mask, logits_scores = _gather(latents, mask, scores, config.index_topk)
       logits = mla.absorbed_logits(q_absorbed, rows, config.attention_scale)
       with jax.named_scope('attend'):
@@ -149,11 +152,11 @@ def attend(
   )
 
 
-def _gather(latents: mla.Latents, mask: jax.Array, scores: jax.Array | None, k: int):
+def _gather(latents: Any, mask: jax.Array, scores: jax.Array | None, k: int):
   """Rows, validity and scores of the selected keys only: [B, T, K, ...]."""
   indices = topk.mask_to_indices(mask, k)
   safe = jnp.maximum(indices, 0)
-  rows = jax.tree.map(lambda a: jax.vmap(lambda row, i: row[i])(a, safe), latents)
+  rows = latents.take(safe)
   if scores is not None:
     scores = jnp.take_along_axis(scores, safe, axis=-1)
   return rows, indices >= 0, scores

@@ -6,8 +6,10 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import uvicorn
 
 from glm5_jax.data.tokenizer import ByteTokenizer
 from glm5_jax.infer.engine import Engine
@@ -17,6 +19,7 @@ from tests import tiny
 
 TOKENIZER = ByteTokenizer()
 MAX_LENGTH = 1536
+ENDLESS_SEED = 424242
 SIZES = EngineConfig(
   page_size=16, pages=257, max_length=MAX_LENGTH, max_sequences=4, max_step_tokens=260,
   prefill_buckets=(256,), batch_buckets=(4,), page_buckets=(96,),
@@ -35,12 +38,37 @@ TOOL = {
 NAME = 'tiny'
 
 
+PATIENCE = 300.0  # Seconds until a test gives up on what must come; no machine is that busy.
+
+
+def eventually(condition: Callable[[], Any], what: object) -> Any:
+  """The first true value of `condition()`, however long that takes; `what` is shown if it never comes."""
+  end = time.monotonic() + PATIENCE
+  while time.monotonic() < end:
+    if value := condition():
+      return value
+    time.sleep(0.02)
+  raise AssertionError(f'not within {PATIENCE:.0f} s: {what}')
+
+
 class Scripted(Engine):
-  """The engine, but for requests whose seed has a script: those draw its tokens."""
+  """The engine, but for requests with certain seeds: some have a script of tokens, some never end.
+
+  Attributes:
+    scripts: tokens to be drawn, by seed.
+    held: after how many tokens requests are halted, by seed, for as long as it is in here.
+  """
 
   def __init__(self, *args, **kwargs):
     super().__init__(*args, **kwargs)
     self.scripts: dict[int, list[int]] = {}
+    self.held = {ENDLESS_SEED: 8}
+
+  def _decode(self, sequences):
+    moving = [s for s in sequences if len(s.versions) < self.held.get(s.request.seed, MAX_LENGTH)]
+    if not moving:
+      time.sleep(0.005)  # Or it would keep a core busy.
+    return super()._decode(moving) if moving else []
 
   def script(self, seed: int, text: str) -> int:
     """Names of special tokens in the text are these tokens. Returns the seed."""
@@ -72,6 +100,7 @@ class Live:
   engine: Scripted
   server: Server
   port: int
+  http: uvicorn.Server | None = None
 
   @property
   def url(self) -> str:
@@ -81,7 +110,7 @@ class Live:
     self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
   ) -> tuple[int, dict[str, str], Any]:
     """(status, headers with lower-case names, the JSON or the text of the answer)."""
-    connection = http.client.HTTPConnection('127.0.0.1', self.port, timeout=300)
+    connection = http.client.HTTPConnection('127.0.0.1', self.port, timeout=PATIENCE)
     with contextlib.closing(connection):
       data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
       headers = {'Content-Type': 'application/json', **(headers or {})}
@@ -98,21 +127,30 @@ class Live:
   def stats(self) -> dict[str, Any]:
     return self.call('GET', '/health')[2]
 
-  def wait_until(self, condition, seconds: float = 20.0) -> dict[str, Any]:
-    """Waits for `condition(stats)`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-      stats = self.stats()
-      if condition(stats):
-        return stats
-      time.sleep(0.02)
-    raise AssertionError(f'after {seconds} s: {self.stats()}')
+  def wait_until(self, condition: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Waits for `condition(stats)`; returns these."""
+    stats: dict[str, Any] = {}
+
+    def true() -> bool:
+      stats.update(self.stats())
+      return condition(stats)
+
+    eventually(true, stats)
+    return stats
+
+  def wait_for_quiet(self) -> dict[str, Any]:
+    """Until nothing runs, and no request is on its way there but the one that asks."""
+
+    def quiet(stats: dict[str, Any]) -> bool:
+      tasks = len(self.http.server_state.tasks)
+      return stats['running'] == stats['waiting'] == self.server.under_way == 0 and tasks <= 1
+
+    return self.wait_until(quiet)
 
   def check_healthy(self) -> None:
     """It answers, nothing runs, and every page has come back."""
-    stats = self.wait_until(lambda s: s['running'] == s['waiting'] == 0)
+    stats = self.wait_for_quiet()
     assert stats['status'] == 'ok' and stats['pages_used'] == stats['pages_cached']
-    assert self.server.under_way == 0
 
     def clear(engine):
       engine.clear_prefix_cache()
@@ -126,20 +164,21 @@ class Live:
 
 @contextlib.contextmanager
 def running(engine: Scripted, **changes) -> Iterator[Live]:
-  """Serves the engine until the block ends."""
-  config = ServerConfig(NAME, **{'hosts': ('127.0.0.1', 'localhost'), **changes})
+  """Serves the engine until the block ends; with time for everything, if `changes` do not say less."""
+  times = ('header_seconds', 'body_seconds', 'request_seconds')
+  usual = {'hosts': ('127.0.0.1', 'localhost')} | dict.fromkeys(times, PATIENCE)
+  config = ServerConfig(NAME, **usual | changes)
   server = Server(engine, TOKENIZER, config)
   http_server = uvicorn_server(server, config)
   sock = listen('127.0.0.1', 0)
   port = sock.getsockname()[1]
   thread = threading.Thread(target=http_server.run, kwargs={'sockets': [sock]}, daemon=True)
   thread.start()
-  while not http_server.started:
-    assert thread.is_alive(), 'the server did not start'
-    time.sleep(0.01)
+  eventually(lambda: http_server.started or not thread.is_alive(), 'the server starts')
+  assert thread.is_alive(), 'the server did not start'
   try:
-    yield Live(engine, server, port)
+    yield Live(engine, server, port, http_server)
   finally:
     http_server.should_exit = True
-    thread.join(120)
+    thread.join(PATIENCE)
     assert not thread.is_alive(), 'the server did not end'

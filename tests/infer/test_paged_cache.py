@@ -8,6 +8,7 @@ import pytest
 
 from glm5_jax import config as configs
 from glm5_jax.infer import cache
+from glm5_jax.infer.programs import by_layer, programs
 from glm5_jax.modules.attention import PagedCache
 from glm5_jax.modules.model import forward, init_cache
 from tests import tiny
@@ -87,6 +88,18 @@ def test_rows_of_the_pool():
     got = np.asarray(paged.index_k)[layer, [3, 1]].reshape(8, -1)
     tiny.close('index keys', got, block['k_index'], 1e-6)
   assert not np.asarray(paged.latent)[:, [0, 2]].any(), 'a page of nobody was written'
+
+
+@pytest.mark.parametrize('changes', [ONE_STACK, DENSE], ids=['sparse', 'dense'])
+def test_a_step_does_not_copy_the_pool(changes):
+  """It is donated, and its rows are written where they lie, after all that is read of it."""
+  config = tiny.config(**changes)
+  params = by_layer(tiny.random_params(config), config)
+  pool = cache.init_pool(config, 2000, 4)
+  one, table = np.ones(2, np.int32), np.ones((2, 8), np.int32)
+  forward = programs(config, 0, tuple(tiny.FAST_COMPILE.items())).forward
+  lowered = forward.lower(params, pool.latent, pool.index_k, None, one[:, None], one, table, one)
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < pool.index_k.nbytes
 
 
 def test_copy_page():

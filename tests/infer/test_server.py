@@ -15,6 +15,7 @@ from glm5_jax.data import chat
 from glm5_jax.data.chat_parse import STOP_TOKENS, parse
 from glm5_jax.infer.request import Request
 from glm5_jax.rl.rewards import Judge
+from tests import tiny
 from tests.infer import serving
 from tests.infer.serving import NAME, TOKENIZER, TOOL
 
@@ -383,7 +384,7 @@ def test_new_weights_show_in_versions(live):
   """The trainer's side of the engine goes through its thread."""
 
   def update(engine):
-    engine.update_weights(engine._params, engine.version + 1)
+    engine.update_weights(tiny.random_params(engine.config), engine.version + 1)
     return engine.version
 
   version = live.server.thread.call(update).result()

@@ -1,0 +1,1 @@
+"""How fast the engine and its server are; see __main__.py."""
