@@ -114,15 +114,22 @@ def bucket(size: int, sizes: tuple[int, ...]) -> int:
 
 
 def by_layer(params: Any, config: ModelConfig) -> Any:
-  """The parameters as the programs take them: of each stack, a list of its repeats' for every leaf.
+  """The parameters as the programs take them: on a CPU, of each stack a list of its repeats' leaves.
 
-  XLA:CPU copies a layer's weights out of a stack before it uses them, every time.
+  XLA:CPU copies a layer's weights out of a stack before it uses them, every time. Elsewhere they stay
+  stacked: a program of 78 layers in a row takes long to compile.
   """
+  if not _unrolls():
+    return params
   names = {stack.name for stack in config.stacks}
   return {
     name: jax.tree.map(lambda a: list(jnp.unstack(a)), tree) if name in names else tree
     for name, tree in params.items()
   }
+
+
+def _unrolls() -> bool:
+  return jax.default_backend() == 'cpu'
 
 
 def _stacked(params: Any) -> Any:
@@ -186,7 +193,8 @@ def programs(
 
   The functions are wrapped, so that another set has compiled programs of its own.
   """
-  config = config.replace(remat='none', scan_unroll=config.num_hidden_layers)
+  unroll = config.num_hidden_layers if _unrolls() else config.scan_unroll
+  config = config.replace(remat='none', scan_unroll=unroll)
   jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
   pool = ('latent', 'index_k')
   return Programs(
