@@ -50,7 +50,7 @@ from glm5_jax.train.workdir import write_atomically
 ENVIRONMENT = 'math'
 GROUPS, GROUP_SIZE = 8, 8
 LENGTH = 112  # Of an episode in bytes, and of a row.
-ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-4, b1=0.9, b2=0.99))
+ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1.5e-4, b1=0.9, b2=0.99))
 EPS = dict(eps_low=0.2, eps_high=0.28)
 
 
@@ -156,6 +156,7 @@ def run(lab: Lab, learner: Learner, lag: int, updates: int) -> dict[str, Any]:
   """One curve: rewards of the episodes as they were played, and the last policy's on held-out tasks."""
   step_policy = _policy_step(lab.built, learner)
   state = TrainState.create(jax.tree.map(jnp.copy, lab.params), ADAM, 0, STAGE)
+  state = jax.device_put(state, jax.devices()[0])  # Or the second update would compile again.
   policies = collections.deque([lab.params], maxlen=lag + 1)
   rewards, masked, ratios = [], [], []
   seconds, cores = 0.0, time.process_time()

@@ -111,7 +111,8 @@ class ModelConfig:
   remat: Literal['none', 'block'] = 'none'
   scan_unroll: int = 1  # Layers per iteration of the scan over a stack.
   # How experts multiply, see ops/dispatch.py. 'ragged_dot' is for TPUs: elsewhere it computes all.
-  expert_matmul: Literal['blocks', 'ragged_dot'] = 'blocks'
+  # 'rounds' has no gradient; the engine takes it instead of 'blocks'.
+  expert_matmul: Literal['blocks', 'ragged_dot', 'rounds'] = 'blocks'
   # Experts on several devices (ops/expert_parallel.py): rows that one can receive, as a multiple of an
   # even load; 0 has room for every possible load. What does not fit makes the step invalid and ends the
   # run ('error') or is left out of the sum over experts, and counted ('drop').

@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -59,10 +60,16 @@ def pytest_sessionfinish(session):
 
 
 @pytest.fixture(scope='session')
-def shared() -> pathlib.Path:
-  """The folder ../shared (reference data too large for the repository); skips where it is absent."""
+def missing(request) -> Callable[[str], None]:
+  """What to call where a machine lacks something: skips, and fails on a complete machine."""
+  return pytest.fail if request.config.getoption('--forbid-skips') else pytest.skip
+
+
+@pytest.fixture(scope='session')
+def shared(missing) -> pathlib.Path:
+  """The folder ../shared: reference data too large for the repository."""
   if not SHARED.is_dir():
-    pytest.skip(f'needs the reference data in {SHARED.name}/ beside the checkout')
+    missing(f'needs the reference data in {SHARED.name}/ beside the checkout')
   return SHARED
 
 

@@ -18,7 +18,6 @@ from glm5_jax.infer.cache import pages_for
 from glm5_jax.infer.request import MAX_TOP_LOGPROBS
 from glm5_jax.modules.attention import PagedCache
 from glm5_jax.modules.model import forward, unembed
-from glm5_jax.ops import dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +127,15 @@ def by_layer(params: Any, config: ModelConfig) -> Any:
   }
 
 
+def without_gradients(config: ModelConfig) -> ModelConfig:
+  """The same model, computed as is best for forward passes alone."""
+  return config.replace(
+    remat='none',
+    scan_unroll=config.num_hidden_layers if _unrolls() else config.scan_unroll,
+    expert_matmul='rounds' if config.expert_matmul == 'blocks' else config.expert_matmul,
+  )
+
+
 def _unrolls() -> bool:
   return jax.default_backend() == 'cpu'
 
@@ -141,7 +149,6 @@ def _stacked(params: Any) -> Any:
   )
 
 
-@dispatch.forward_only()
 def _forward(params, latent, index_k, carry, tokens, count, table, length, *, config):
   """Runs each row's `count` new tokens [B, T].
 
@@ -163,7 +170,6 @@ def _forward(params, latent, index_k, carry, tokens, count, table, length, *, co
   return unembed(params, hidden), hidden, paged.latent, paged.index_k
 
 
-@dispatch.forward_only()
 def _speculate(
   params, latent, index_k, carry, token, limit, table, length, settings, seen, *, config, steps
 ):
@@ -193,8 +199,7 @@ def programs(
 
   The functions are wrapped, so that another set has compiled programs of its own.
   """
-  unroll = config.num_hidden_layers if _unrolls() else config.scan_unroll
-  config = config.replace(remat='none', scan_unroll=unroll)
+  config = without_gradients(config)
   jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
   pool = ('latent', 'index_k')
   return Programs(

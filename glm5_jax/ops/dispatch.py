@@ -1,21 +1,19 @@
 """Dropless mixture-of-experts computation: only the chosen experts, any load.
 
-Token-expert pairs are grouped by expert, in one of two ways. 'blocks', for every backend: they are
+Token-expert pairs are grouped by expert, in one of three ways. 'blocks', for every backend: they are
 laid out in fixed-size blocks, each belonging to one expert; an expert with n tokens owns ceil(n /
 block) blocks. The number of blocks is bounded statically by `rows / block + experts`, so shapes are
 static, no token is ever dropped, and the waste is at most one block an expert, whatever the load.
-One batched matmul per projection does the work. Within `forward_only`, experts take their tokens in
-rounds instead, which copies no weights but has no gradient. 'ragged_dot', for TPUs: pairs are sorted by
-expert without gaps, and a grouped matmul takes the length of each group. (On a CPU ragged_dot computes
-every expert.)
+One batched matmul per projection does the work. A block has a copy of its expert's weights, which the
+gradient of few large blocks is worth; 'rounds', for inference, has no gradient and makes no copies:
+all experts take the same number of their tokens at a time, in as many rounds as the largest load
+needs. 'ragged_dot', for TPUs: pairs are sorted by expert without gaps, and a grouped matmul takes the
+length of each group. (On a CPU ragged_dot computes every expert.)
 
 Experts that other devices have: ops/expert_parallel.py.
 """
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -26,23 +24,7 @@ from glm5_jax.ops import collectives
 from glm5_jax.ops.cumsum import cumulative_count
 from glm5_jax.ops.router import Routing
 
-Matmul = Literal['blocks', 'ragged_dot']
-
-_FORWARD_ONLY = contextvars.ContextVar('forward_only', default=False)
-
-
-@contextlib.contextmanager
-def forward_only() -> Iterator[None]:
-  """What is traced within computes 'blocks' in rounds, for inference: the same without a gradient.
-
-  A block has a copy of its expert's weights, which the gradient of few large blocks is worth. With
-  few tokens, of which each needs its own, the copies are most of the work.
-  """
-  token = _FORWARD_ONLY.set(True)
-  try:
-    yield
-  finally:
-    _FORWARD_ONLY.reset(token)
+Matmul = Literal['blocks', 'ragged_dot', 'rounds']
 
 
 def block_layout(rows: int, num_experts: int) -> tuple[int, int]:
@@ -147,7 +129,7 @@ def pair_outputs(
   if matmul == 'ragged_dot':
     return _sorted(x, experts, *weights, nobody)
   # With fewer pairs than experts, copies of the few that are chosen are cheaper than to read all.
-  if _FORWARD_ONLY.get() and not nobody and 2 * experts.size > len(w_gate):
+  if matmul == 'rounds' and not nobody and 2 * experts.size > len(w_gate):
     return _in_rounds(x, experts, *weights)
   return _in_blocks(x, experts, *weights, nobody)
 

@@ -157,6 +157,8 @@ def build_model_config(section: Mapping[str, Any]) -> model_configs.ModelConfig:
     ValueError: an unknown size or an impossible combination.
   """
   changes = {k: v for k, v in section.items() if k != 'size' and v is not None}
+  if changes.get('expert_matmul') == 'rounds':
+    raise ValueError("expert_matmul='rounds' has no gradient: train with 'blocks' or 'ragged_dot'")
   if isinstance(changes.get('rope_scaling'), Mapping):
     changes['rope_scaling'] = model_configs.Yarn(**changes['rope_scaling'])
   return model_configs.from_size(section['size'], **changes)

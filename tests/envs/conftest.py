@@ -6,7 +6,7 @@ from glm5_jax.envs import sandbox
 
 
 @pytest.fixture(scope='session')
-def bubblewrap() -> None:
-  """Skips where programs cannot be sandboxed. `.ci/run` installs what that takes, or fails."""
+def bubblewrap(missing) -> None:
+  """For tests that need programs to be sandboxed. `.ci/run` installs what that takes, or fails."""
   if reason := sandbox.available():
-    pytest.skip(reason)
+    missing(reason)

@@ -1,23 +1,21 @@
-"""Experts in rounds (`dispatch.forward_only`): the definition, for any load."""
+"""Experts in rounds (expert_matmul='rounds'): the definition, for any load."""
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
+from glm5_jax.infer import programs
 from glm5_jax.ops import dispatch
+from glm5_jax.train.prepare import build_model_config
 from tests import tiny
 
 D, F, E, K = 12, 10, 6, 2
 
 
-@functools.partial(tiny.fast_jit, static_argnames='forward_only')
-def run(x, experts, weights, forward_only=True):
-  if not forward_only:
-    return dispatch.pair_outputs(x, experts, *weights, 'blocks')
-  with dispatch.forward_only():
-    return dispatch.pair_outputs(x, experts, *weights, 'blocks')
+@functools.partial(tiny.fast_jit, static_argnames='matmul')
+def run(x, experts, weights, matmul='rounds'):
+  return dispatch.pair_outputs(x, experts, *weights, matmul)
 
 
 def made(tokens: int, popular: bool):
@@ -67,20 +65,19 @@ def test_the_weights_are_not_copied():
   big = [np.zeros((E, *s), np.float32) for s in ((256, 256),) * 3]
   x = np.zeros((16, 256), np.float32)
 
-  def temporary(forward_only):
-    lowered = run.lower(x, experts, big, forward_only=forward_only)
+  def temporary(matmul):
+    lowered = run.lower(x, experts, big, matmul=matmul)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
-  assert temporary(True) < big[0].nbytes < temporary(False)
+  assert temporary('rounds') < big[0].nbytes < temporary('blocks')
 
 
-def test_only_within():
-  """Outside of it there is a gradient, as training needs."""
-  x, experts, weights = made(16, False)
-  with dispatch.forward_only():
-    pass
+def test_engines_take_it_instead_of_blocks():
+  """And nothing else: what is not for this machine stays as it was asked for."""
+  for asked, used in (('blocks', 'rounds'), ('ragged_dot', 'ragged_dot')):
+    assert programs.without_gradients(tiny.config(expert_matmul=asked)).expert_matmul == used
 
-  def total(weights):
-    return dispatch.pair_outputs(x, experts, *weights, 'blocks').sum()
 
-  assert all(np.asarray(g).any() for g in tiny.fast_jit(jax.grad(total))(weights))
+def test_training_refuses_it():
+  with pytest.raises(ValueError, match="'rounds' has no gradient.*'blocks'"):
+    build_model_config({'size': 'nano', 'expert_matmul': 'rounds'})
