@@ -108,7 +108,8 @@ class ModelConfig:
     'float32'  # Of activations; softmax and norms are float32.
   )
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  remat: Literal['none', 'block'] = 'none'
+  # What the backward pass computes again of a layer: nothing, all of it, or all but attention's output.
+  remat: Literal['none', 'block', 'block_but_attention'] = 'none'
   scan_unroll: int = 1  # Layers per iteration of the scan over a stack.
   # How experts multiply, see ops/dispatch.py. 'ragged_dot' is for TPUs: elsewhere it computes all.
   # 'rounds' has no gradient; the engine takes it instead of 'blocks'.

@@ -320,7 +320,25 @@ def _kernel_flops(instruction: Instruction, computation: Computation) -> float:
     rows = next((s for s in shapes if len(s) == 2), None)
     if rows and len(instruction.result[0].shape) == 2:
       return 2.0 * math.prod(rows) * instruction.result[0].shape[1]
+  if found := re.match(r'splash_mha_(fwd|dq|dkv)', instruction.name):
+    return _splash_flops(found[1], instruction, computation)
   return 0.0
+
+
+def _splash_flops(phase: str, instruction: Instruction, computation: Computation) -> float:
+  """Of the causal half of all pairs, and half the blocks on the diagonal; devices' parts on average.
+
+  q k^T and p v forward; for dq also do v^T and ds k, for dk and dv do v^T, p^T do and ds^T q. One kernel for
+  all three has dq's parts of every block of keys as a result.
+  """
+  operands = [computation[name].result[0].shape for name in instruction.operands]
+  q, k, v = operands[2:5]
+  blocks = operands[0][-1]
+  wide, narrow = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}[phase]
+  if phase == 'dkv' and any(len(r.shape) > len(q) for r in instruction.result):
+    wide += 1
+  pairs = math.prod(q[:-1]) * k[-2] / 2 * (1 + 1 / blocks)
+  return 2.0 * pairs * (wide * q[-1] + narrow * v[-1])
 
 
 def group_size(text: str) -> int:

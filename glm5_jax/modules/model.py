@@ -256,12 +256,17 @@ def forward(
     logits: False skips the head, as training does.
 
   Raises:
-    ValueError: for MTP steps with a cache or a prefix, or more tokens than the cache can ever hold.
+    ValueError: for MTP steps with a cache or a prefix, more tokens than the cache can ever hold, or a
+      prefix under dense attention by kernels, which are causal.
   """
   if cache is not None and mtp_steps:
     raise ValueError('MTP steps keep no cache: run them without `cache`, on whole rows')
   if prefix is not None and mtp_steps:
     raise ValueError('MTP steps predict tokens in order: they cannot run with `prefix` (infilling)')
+  if prefix is not None and not (
+    config.sparse_attention or options.attend == sparse_attention.attend
+  ):
+    raise ValueError("dense attention by kernels is causal: infilling needs kernels='reference'")
   if cache is not None and tokens.shape[1] > (room := _capacity(cache)):
     raise ValueError(f'{tokens.shape[1]} tokens do not fit a cache for {room}')
   if segment_ids is None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.ops import collectives
+from glm5_jax.ops import chunks, collectives
 from glm5_jax.sharding import FSDP_AXES
 
 
@@ -47,6 +47,9 @@ def rematerialised(module: type[nn.Module], config: ModelConfig) -> type[nn.Modu
   """The module as config.remat asks: what its backward pass recomputes."""
   if config.remat == 'block':
     return nn.remat(module, prevent_cse=False)
+  if config.remat == 'block_but_attention':
+    kept = jax.checkpoint_policies.save_only_these_names(chunks.ATTENTION)
+    return nn.remat(module, prevent_cse=False, policy=kept)
   if collectives.present(*FSDP_AXES):
     return nn.remat(module, prevent_cse=False, policy=collectives.remat_policy())
   return module

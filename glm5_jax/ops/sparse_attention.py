@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses import indexer_kl
@@ -147,9 +148,10 @@ def attend(
     q, None if index is None else index.queries, selection, keys.q_slot, keys.q_segment,
     sides if form == 'absorbed' else None,
   )  # fmt: skip
-  return chunks.over_queries(
+  out, aux = chunks.over_queries(
     one_chunk, inputs, time, batch * size * heads, config.attention_chunk_elements
   )
+  return checkpoint_name(out, chunks.ATTENTION), aux
 
 
 def _gather(latents: Any, mask: jax.Array, scores: jax.Array | None, k: int):

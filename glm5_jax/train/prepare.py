@@ -76,6 +76,12 @@ def prepare(config: Mapping[str, Any]) -> Parts:
   except (ValueError, TypeError) as e:
     raise ConfigError(str(e)) from e
   _check_stage(config, parts)
+  dense_kernels = parts.objective.kernels == 'pallas' and not parts.model.sparse_attention
+  if config['data'].get('objective') == 'infilling' and dense_kernels:
+    raise ConfigError(
+      "data.objective='infilling' has a bidirectional part, and dense attention by kernels is causal: set"
+      " train.kernels='reference'"
+    )
   return parts
 
 

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.residuals import ATTENTION
 from pallas_kernels.sparse_mla import kernel_backward, kernel_forward, layout, reference
 from pallas_kernels.sparse_mla.stream import LOG2_E, Blocks
 
@@ -196,7 +198,7 @@ def attend(q, latents, indices, c: Config):
 
 
 def _forward_rule(q, latents, indices, c: Config):
-  out, lse = attend(q, latents, indices, c)
+  out, lse = checkpoint_name(attend(q, latents, indices, c), ATTENTION)
   return (out, lse), (q, latents, indices, out, lse)
 
 

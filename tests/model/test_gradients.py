@@ -61,11 +61,12 @@ def test_all_gradients(plain, plain_run):
   assert len(must_be_zero(found)) == 4 * 5 + 3
 
 
-def test_index_share_absorbed_chunked_rematerialised(index_share):
+@pytest.mark.parametrize('remat', ['block', 'block_but_attention'])
+def test_index_share_absorbed_chunked_rematerialised(index_share, remat):
   """The other way through the code gives the same: latents attended to directly, 7 queries at a
   time, everything recomputed in the backward pass; and IndexShare's own gradients.
   """
-  config = index_share.config.replace(attention_chunk_elements=CHUNK_OF_7, remat='block')
+  config = index_share.config.replace(attention_chunk_elements=CHUNK_OF_7, remat=remat)
   value, logits, gradients = loss_and_gradients(
     index_share.params, jnp.asarray(index_share.ids), config, Options(form='absorbed')
   )
@@ -99,3 +100,21 @@ def test_directional_derivative(plain, plain_run):
   predicted = sum(float(np.vdot(gradients[k].astype(np.float64), d)) for k, d in step.items())
   assert abs(slope) > 0.1
   tiny.close_relative('directional derivative', predicted, slope, 1e-4)
+
+
+def test_attention_that_is_kept_is_computed_once_less():
+  """By the compiler's count: p v at least. Its q k^T may be one with that of the chunk's own backward pass."""
+
+  def flops(remat):
+    config = tiny.config(remat=remat, sparse_attention=False, num_hidden_layers=1)
+    tokens = jax.ShapeDtypeStruct((1, 1024), 'i4')
+
+    def total(params, tokens):
+      return jnp.sum(model.forward(params, tokens, config=config, logits=False).hidden ** 2)
+
+    lowered = tiny.fast_jit(jax.grad(total)).lower(model.abstract_params(config), tokens)
+    return lowered.compile().cost_analysis()['flops']
+
+  c = tiny.config()
+  saved = flops('block') - flops('block_but_attention')
+  assert saved >= 2 * 1024**2 * c.num_attention_heads * c.v_head_dim

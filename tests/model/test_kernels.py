@@ -49,10 +49,15 @@ def _blocks(stack):
   return [stack] if 'kl' in stack else stack.values()
 
 
-def test_loss_and_gradients_equal_the_references():
+@pytest.mark.parametrize(
+  'changes',
+  [{'indexer_types': ('full', 'shared')}, {'sparse_attention': False}],
+  ids=['sparse', 'dense'],
+)
+def test_loss_and_gradients_equal_the_references(changes):
   """Every parameter's gradient, the indexers' included: a full layer, one that shares its selection
-  (IndexShare), and an MTP step, over packed documents."""
-  config = tiny.config(indexer_types=('full', 'shared'))
+  (IndexShare), and an MTP step, over packed documents. And with dense attention, as in the warm-up."""
+  config = tiny.config(**changes)
   params = tiny.random_params(config)
   want = _loss_and_gradients(config, params, sparse_attention.attend)
   got = _loss_and_gradients(config, params, ATTEND)
@@ -88,7 +93,11 @@ def test_bfloat16_is_as_far_from_float32_as_the_references_is():
 @pytest.mark.parametrize(
   ('changes', 'options', 'named'),
   [
-    ({'sparse_attention': False}, {}, 'dense attention'),
+    (
+      {'sparse_attention': False, 'indexer_types': ('full', 'shared')},
+      {},
+      'dense attention with IndexShare',
+    ),
     ({}, {'recall': True}, 'recall'),
     ({}, {'capture': True}, 'captured scores'),
     ({}, {'form': 'absorbed'}, 'a form'),
@@ -100,6 +109,16 @@ def test_what_kernels_do_not_do_is_said(changes, options, named):
     tiny.forward(
       tiny.random_params(config), tiny.tokens(config, 1, 12), config,
       options=Options(attend=ATTEND, **options),
+    )  # fmt: skip
+
+
+def test_dense_kernels_are_causal():
+  config = tiny.config(sparse_attention=False)
+  ids = jnp.asarray(tiny.tokens(config, 1, 12))
+  with pytest.raises(ValueError, match="infilling needs kernels='reference'"):
+    model.forward(
+      tiny.random_params(config), ids, config=config, prefix=jnp.full_like(ids, 4),
+      options=Options(attend=ATTEND),
     )  # fmt: skip
 
 
