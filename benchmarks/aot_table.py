@@ -46,6 +46,8 @@ class Case(NamedTuple):
 # Micro-batches have to divide: fewer chips take more of them.
 CASES: dict[str, Case] = {
   '4K, 1024 v5p': Case('pretrain.py', 'v5p:8x8x16'),
+  '4K, 1024 v5p, all of a layer again': Case('pretrain.py', 'v5p:8x8x16', ('model.remat=block',)),
+  '4K, 1024 v5p, no kernels': Case('pretrain.py', 'v5p:8x8x16', ('train.kernels=reference',)),
   '4K, 512 v5p': Case('pretrain.py', 'v5p:8x8x8', ('train.grad_accum=32',)),
   '4K, 256 v5p': Case('pretrain.py', 'v5p:4x8x8', ('train.grad_accum=64',)),
   '4K, 512 tpu7x': Case('pretrain.py', 'tpu7x:8x8x8'),
@@ -58,8 +60,8 @@ CASES: dict[str, Case] = {
   'DSA warm-up 200K, 64 tpu7x': Case('dsa_warmup.py', 'tpu7x:4x4x4'),
   'DSA warm-up 200K, 256 v6e': Case('dsa_warmup.py', 'v6e:16x16'),
   'DSA 200K, 1024 v5p': Case('dsa_sparse.py', 'v5p:8x8x16'),
-  'DSA 200K, kernels, 1024 v5p': Case('dsa_sparse.py', 'v5p:8x8x16', ('train.kernels=pallas',)),
-  'DSA 200K, kernels, 512 tpu7x': Case('dsa_sparse.py', 'tpu7x:8x8x8', ('train.kernels=pallas',)),
+  'DSA 200K, 1024 v5p, no kernels': Case('dsa_sparse.py', 'v5p:8x8x16', ('train.kernels=reference',)),
+  'DSA 200K, 512 tpu7x': Case('dsa_sparse.py', 'tpu7x:8x8x8'),
 }  # fmt: skip
 
 

@@ -52,6 +52,7 @@ def get_config():
   c.optim.peak_lr = c.optim.end_lr = 1e-5
 
   c.train.indexer_loss_weight = 0.01  # Our choice: see docs/decisions.md.
+  c.train.kernels = 'pallas'
   c.train.mtp_steps = 3
   c.train.mtp_weight = 0.1  # As at the end of mid-training.
   c.train.router_bias_rate = 0.0

@@ -37,6 +37,7 @@ def get_config():
   c.train.grad_accum = 7
   c.data.seed = 4
   c.train.steps = 1000
+  c.train.kernels = 'pallas'
 
   # The paper names no optimizer for the indexer: our choice is the one of everything else, without the
   # decay's pull, since 5e-3 is 25 times the rate that 0.1 was meant for.

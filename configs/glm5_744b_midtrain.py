@@ -31,10 +31,11 @@ def get_config(stage: str = '32k'):
   c.stage = 'midtrain'
   c.init_from = f'runs/glm5_744b_{before}'
   c.model = model(
-    'glm5', sparse_attention=False, dtype='bfloat16', param_dtype='float32', remat='block',
+    'glm5', sparse_attention=False, dtype='bfloat16', param_dtype='float32',
+    remat='block_but_attention',
     rope_theta=1e6,  # From 10,000, at the 32K stage (GLM-4.5).
     expert_matmul='ragged_dot', expert_capacity=2.0,  # As in pre-training.
-    # Scores of a chunk of queries: enough of them to use a matrix unit, and 2 GiB.
+    # Without kernels, scores of a chunk of queries: enough to use a matrix unit, and 2 GiB.
     attention_chunk_elements=1 << 29,
   )  # fmt: skip
   # docs/scale.md. 4,096 tokens of a row on a device, 6,336 at 200K. No more devices to a row than that
@@ -70,6 +71,7 @@ def get_config(stage: str = '32k'):
   c.optim.peak_lr = 4e-5 - 3e-5 * start / 1.55e12
   c.optim.end_lr = 4e-5 - 3e-5 * end / 1.55e12
 
+  c.train.kernels = 'pallas'
   c.train.mtp_steps = 3
   c.train.mtp_weight = 0.1  # As since 15T tokens (GLM-4.5), and the balancing rate.
   c.train.router_bias_rate = 0.0

@@ -21,7 +21,7 @@ def get_config():
     sparse_attention=False,  # The sparse attention comes by conversion after mid-training.
     dtype='bfloat16',  # Our choice, as is all of this block: the paper gives no precisions.
     param_dtype='float32',
-    remat='block',
+    remat='block_but_attention',
     expert_matmul='ragged_dot',
     expert_capacity=2.0,  # Of what a device receives at an even load.
   )
@@ -61,6 +61,7 @@ def get_config():
   c.optim.peak_lr = 2e-4
   c.optim.end_lr = 4e-5
 
+  c.train.kernels = 'pallas'
   c.train.mtp_steps = 3
   c.train.balance_loss_weight = 1e-4
   # GLM-4.5 switches after 15T tokens, its general corpus. GLM-5's has 18T (step 272,692); whether the

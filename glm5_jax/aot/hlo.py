@@ -402,7 +402,7 @@ def _traffic(
     if parameter.opcode != 'parameter':
       continue
     operand = operands[int(parameter.text.split(')')[0])]
-    touched, updated = _touched(parameter, inside)
+    touched, updated = _touched(parameter, inside, computations)
     whole = _hbm(operand.result)
     if touched is None or not whole:
       read += whole
@@ -412,15 +412,35 @@ def _traffic(
   return read + max(written, 0.0)
 
 
-def _touched(parameter: Instruction, inside: Computation) -> tuple[float | None, bool]:
+def _touched(
+  parameter: Instruction, inside: Computation, computations: dict[str, Computation]
+) -> tuple[float | None, bool]:
   """Bytes of a fusion's parameter that are used, if only slices; whether it is updated in place."""
   users = [i for i in inside.values() if parameter.name in i.operands]
   while len(users) == 1 and users[0].opcode in ('bitcast', 'copy', 'convert', 'reshape'):
     parameter = users[0]
     users = [i for i in inside.values() if parameter.name in i.operands]
-  if users and all(u.opcode in _SLICES and u.operands[0] == parameter.name for u in users):
-    return sum(a.bytes for u in users for a in u.result), False
+  if users and all(
+    u.opcode == 'fusion' or (u.opcode in _SLICES and u.operands[0] == parameter.name) for u in users
+  ):
+    used = [_sliced_by(user, parameter, computations) for user in users]
+    return (None if None in used else sum(u for u in used if u is not None)), False
   in_place = [u.opcode == 'dynamic-update-slice' and u.operands[0] == parameter.name for u in users]
   if users and all(in_place):
     return sum(inside[u.operands[1]].result[0].bytes for u in users), True
   return None, False
+
+
+def _sliced_by(
+  user: Instruction, operand: Instruction, computations: dict[str, Computation]
+) -> float | None:
+  """Bytes that a slice, or a fusion within a fusion, uses of its operand; None if all."""
+  if user.opcode != 'fusion':
+    return sum(a.bytes for a in user.result)
+  inside = computations[next(_called(user))]
+  places = [i for i, name in enumerate(user.operands) if name == operand.name]
+  parameters = [i for i in inside.values() if i.opcode == 'parameter']
+  used = [
+    _touched(p, inside, computations)[0] for p in parameters if int(p.text.split(')')[0]) in places
+  ]
+  return None if None in used else sum(u for u in used if u is not None)

@@ -72,7 +72,7 @@ def test_a_result_is_not_compiled_again(tmp_path, monkeypatch, capsys):
     return RESULT if case.config == 'pretrain.py' else {'error': 'why'}
 
   monkeypatch.setattr(aot_table, 'compile_case', compile_case)
-  arguments = ['--only=^(4K|32K), 1024', f'--out={tmp_path}']
+  arguments = ['--only=^(4K|32K), 1024 v5p$', f'--out={tmp_path}']
   assert aot_table.main(arguments) == 0
   assert [c.config for c in asked] == ['pretrain.py', 'midtrain.py:32k']
   assert aot_table.main(arguments) == 0

@@ -141,6 +141,32 @@ ENTRY %main (x: f32[8]) -> f32[16] {
   assert hlo.measure(text).collectives == {'all-gather': hlo.Collective(3, 3 * 64, 3 * 32, 2)}
 
 
+def test_slices_of_what_a_fusion_is_given():
+  """Are read, and not all of it, also where a fusion within the fusion takes them."""
+  text = """
+%inner (a: f32[75,64], i: s32[]) -> f32[1,64] {
+  %a = f32[75,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice.1 = f32[1,64]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,64}
+}
+
+%outer (p: f32[75,64], j: s32[]) -> f32[1,64] {
+  %p = f32[75,64]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %fusion.2 = f32[1,64]{1,0} fusion(%p, %j), kind=kLoop, calls=%inner
+  ROOT %negate.1 = f32[1,64]{1,0} negate(%fusion.2)
+}
+
+ENTRY %main (x: f32[75,64], k: s32[]) -> f32[1,64] {
+  %x = f32[75,64]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %fusion.1 = f32[1,64]{1,0} fusion(%x, %k), kind=kLoop, calls=%outer
+}
+"""
+  assert hlo.measure(text).bytes == 2 * 64 * 4 + 4
+
+
 def test_filled_rows():
   model = models.nano(n_routed_experts=16, num_experts_per_tok=4)
   assert step.filled_rows(model, 1) == 1.0
@@ -257,7 +283,7 @@ def test_pretraining_of_744b_on_a_pod():
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
   assert found['chips'] == 1024 and found['fits']
-  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 50e9
-  assert 1.33 < found['flops_over_model_flops'] < 1.5
+  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 60e9
+  assert 1.3 < found['flops_over_model_flops'] < 1.35
   sent = sum(c['sent_bytes'] for c in found['collectives_per_chip'].values())
   assert sent < 0.3 * found['zero3_bytes_per_chip']

@@ -54,7 +54,7 @@ def test_the_papers_numbers(recipe, name):
   steps, schedule = config.train.steps, parts.optimizer[1]
   # How experts and attention are computed is no number of the paper's.
   mathematics = parts.model.replace(
-    expert_matmul='blocks', expert_capacity=0.0,
+    expert_matmul='blocks', expert_capacity=0.0, remat='block',
     attention_chunk_elements=models.glm5().attention_chunk_elements,
   )  # fmt: skip
   assert mathematics == models.glm5(
