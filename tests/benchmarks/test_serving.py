@@ -112,8 +112,20 @@ def test_the_engines_side_against_the_peer(tmp_path, monkeypatch):
 
 
 def test_a_wrong_peer_is_noticed():
-  row = {'batch': 1, 'side': 'x', 'largest_gap': 0.5}
-  assert peer.wrong({'rows': [row]}) and not peer.wrong({'rows': [row | {'largest_gap': 1e-6}]})
+  row = {'batch': 8, 'side': 'x', 'unexplained_gap': 0.5, 'same_answers': 7}
+  assert 'logits differ by 5' in peer.wrong({'rows': [row]})
+  row['unexplained_gap'] = 1e-6
+  assert not peer.wrong({'rows': [row]})
+  assert 'more than a quarter' in peer.wrong({'rows': [row | {'same_answers': 5}]})
+
+
+def test_a_close_choice_is_found(tmp_path, monkeypatch):
+  """`_margin` is the distance of the last chosen from the first that is not."""
+  assert peer._margin(np.array([[4.0, 1.0, 3.0, 2.5]]), 2) == 0.5
+  monkeypatch.setattr(peer, 'CONFIG', CONFIG)
+  peer.prepare(tmp_path)
+  margin = peer.logit_gap(tmp_path, peer.Task(1, 40, 1).prompts()[0], 1, 2)[1]
+  assert 0 <= margin < 1
 
 
 def test_prompts_of_a_trained_model_are_text():
