@@ -12,8 +12,8 @@ a run there is already saves that (a nano_long run is the better start):
 The second RL stage is on one domain alone, an agent's look-ups, and what it forgets of the others
 distillation gives back: every domain has the stage as its teacher that trained it (section 3.5). The
 report of /tmp/posttrain has a table of the accuracy on held-out tasks, domain by domain, before and after
-every stage. Sized for 30 minutes on 2 CPU cores, not timed on idle ones; bits per byte of the pre-trained
-model as in nano_pretrain.py.
+every stage. The second form took 39 minutes on 2 CPU cores that other work shared, docs/post_training.md has
+its table; bits per byte of the pre-trained model are those of nano_pretrain.py or nano_long.py.
 """
 
 from ml_collections import ConfigDict

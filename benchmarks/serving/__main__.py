@@ -5,10 +5,12 @@
   .venv/bin/python -m benchmarks.serving --part=drafting [--checkpoint=RUN]
   .venv/bin/python -m benchmarks.serving --part=prefix         conversations
   .venv/bin/python -m benchmarks.serving --part=load           500 requests over HTTP
+  .venv-tpu/bin/python -m benchmarks.serving --part=pod --topology=v5p:4x4x4 --context=8192 --batch=32
 
 The model has 30.6M parameters (that of benchmarks/hf_cpu.py) and random weights; a trained one matters
 to drafting only, whose --checkpoint is the folder of a training run. Sides take turns in one run, so that
-whatever else the machine does hits all of them. Prints a Markdown table, then a JSON line.
+whatever else the machine does hits all of them. `pod` runs nothing: it is GLM-5's decoding step through the
+TPU compiler, see pod.py; `--batch` rows are those of a device. Prints a Markdown table, then a JSON line.
 
 Exit status 1 if something is not as it must be: tokens that differ, an answer lost, a page not freed.
 """
@@ -73,8 +75,23 @@ def _load(args: argparse.Namespace) -> tuple[dict[str, Any], str, str]:
   return result, load.table(result), load.wrong(result)
 
 
+def _pod(args: argparse.Namespace) -> tuple[dict[str, Any], str, str]:
+  os.environ |= {
+    'JAX_PLATFORMS': 'cpu', 'TPU_SKIP_MDS_QUERY': '1', 'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'
+  }  # fmt: skip
+  from benchmarks.serving import pod
+  from glm5_jax.train.prepare import ConfigError
+
+  try:
+    result = pod.measure(args.topology, args.context, (args.batch or [32])[0])
+  except ConfigError as e:
+    sys.exit(f'serving: {e}')
+  return result, pod.table(result), '' if result['fits'] else 'does not fit'
+
+
 PARTS = {
-  'peer': _peer, 'attention': _attention, 'drafting': _drafting, 'prefix': _prefix, 'load': _load
+  'peer': _peer, 'attention': _attention, 'drafting': _drafting, 'prefix': _prefix, 'load': _load,
+  'pod': _pod,
 }  # fmt: skip
 
 
@@ -89,6 +106,8 @@ def main() -> int:
   parser.add_argument('--requests', type=int, default=500, help='of load, in total')
   parser.add_argument('--checkpoint', default='', help='for drafting: the folder of a training run')
   parser.add_argument('--temperature', type=float, default=0.0, help='of drafting')
+  parser.add_argument('--topology', default='v5p:4x4x4', help='of pod')
+  parser.add_argument('--context', type=int, default=8192, help='of pod: tokens of every row')
   args = parser.parse_args()
   if min([args.repeats, *(args.batch or [])]) < 1 or args.requests < 10:
     parser.error('--repeats and --batch must be at least 1, --requests at least 10')
@@ -100,6 +119,8 @@ def main() -> int:
                     'versions': versions, 'repeats': args.repeats, **result}), flush=True)  # fmt: skip
   if wrong:
     print(f'serving: {wrong}', file=sys.stderr)
+  if args.part == 'pod':
+    os._exit(int(bool(wrong)))  # The compiler goes on in a thread.
   return int(bool(wrong))
 
 

@@ -25,6 +25,8 @@ _FREE = frozenset({
   'after-all', 'opt-barrier', 'partition-id', 'replica-id', 'reshape', 'iota', 'add-dependency',
 })  # fmt: skip
 _GROUPED = ('ragged-dot', 'tgmm')  # XLA's grouped matmul; JAX's for its weights' gradient.
+# Change a part of their first operand; which operand is the part.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 
 
@@ -390,8 +392,8 @@ def _traffic(
   operands = [computation[name] for name in instruction.operands if name in computation]
   if opcode in _SLICES:
     return 2 * _hbm(instruction.result)
-  if opcode == 'dynamic-update-slice':
-    return 2 * _hbm(operands[1].result)
+  if opcode in _UPDATES:
+    return 2 * _hbm(operands[_UPDATES[opcode]].result)
   if opcode.endswith('-start'):
     return 2 * _hbm(operands[0].result) if operands else 0.0
   if opcode != 'fusion':
@@ -425,9 +427,9 @@ def _touched(
   ):
     used = [_sliced_by(user, parameter, computations) for user in users]
     return (None if None in used else sum(u for u in used if u is not None)), False
-  in_place = [u.opcode == 'dynamic-update-slice' and u.operands[0] == parameter.name for u in users]
+  in_place = [u.opcode in _UPDATES and u.operands[0] == parameter.name for u in users]
   if users and all(in_place):
-    return sum(inside[u.operands[1]].result[0].bytes for u in users), True
+    return sum(inside[u.operands[_UPDATES[u.opcode]]].result[0].bytes for u in users), True
   return None, False
 
 

@@ -32,6 +32,12 @@ class Topology(NamedTuple):
   chip: Chip
   devices: list[jax.Device]  # What jax calls so: a chip may be two.
 
+  @property
+  def device(self) -> Chip:
+    """The figures of one device: its share of a chip."""
+    share = len(self.devices) // self.chips
+    return Chip(*(value / share for value in dataclasses.astuple(self.chip)))
+
 
 class Needs(NamedTuple):
   """What the compiled step needs; of one chip, where it does not say otherwise.
@@ -121,11 +127,7 @@ def compile_step(config: Mapping[str, Any], topology: Topology, plan: bool = Fal
 
   work = hlo.measure(found.text, filled_rows(parts.model, mesh.shape['expert']))
   per_chip = len(topology.devices) // topology.chips if mesh.size > 1 else 1
-  chip = topology.chip
-  if len(topology.devices) > topology.chips:  # Two devices a chip: each has half of it.
-    chip = dataclasses.replace(
-      chip, **{f.name: getattr(chip, f.name) / 2 for f in dataclasses.fields(chip)}
-    )
+  chip = topology.device
   sent = sum(c.sent for c in work.collectives.values())
   tokens = parts.plan.rows * parts.plan.seq_len
   return Needs(
