@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import sharding
-from glm5_jax.aot import hlo, program, step
+from glm5_jax.aot import hlo, program
+from glm5_jax.aot import step as steps
 from glm5_jax.aot.chips import roofline
 from glm5_jax.config import ModelConfig, glm5
 from glm5_jax.infer.programs import without_gradients
@@ -40,8 +42,13 @@ def lower(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int)
   indexers = sum(block.indexer == 'full' for block in config.blocks)
   split = P(None, 'expert'), P('expert')
 
+  def where(spec, ndim):
+    # A row of the pool in one piece. TPUs would lay out an array so that it takes the least memory, and
+    # copy all of it for each step.
+    return Format(Layout(tuple(range(ndim))), NamedSharding(mesh, spec))
+
   def struct(spec, *shape, dtype='int32'):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where(spec, len(shape)))
 
   slots = devices * (1 + rows * pages), PAGE  # Page 0 is nobody's.
   width = config.kv_lora_rank + config.qk_rope_head_dim
@@ -58,7 +65,10 @@ def lower(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int)
 
   body = collectives.on_mesh(on_device, mesh, specs, (split[1], split[0], split[0]))
   with jax.set_mesh(mesh):
-    traced = jax.jit(body, donate_argnums=(1, 2)).trace(params, *arguments)
+    pool = where(split[0], 4)
+    outputs = NamedSharding(mesh, split[1]), pool, pool
+    step = jax.jit(body, donate_argnums=(1, 2), out_shardings=outputs)
+    traced = step.trace(params, *arguments)
     return traced.lower(lowering_platforms=('tpu',))
 
 
@@ -80,10 +90,10 @@ def measure(topology_name: str, context: int, rows: int, **changes: Any) -> dict
     'expert_capacity': 4.0,
   }  # fmt: skip
   config = glm5(**sizes | changes)
-  topology = step.find_topology(topology_name)
+  topology = steps.find_topology(topology_name)
   mesh = sharding.make_mesh({'expert': len(topology.devices)}, topology.devices)
   found = program.planned(lower(config, mesh, rows, context))
-  work = hlo.measure(found.text, step.filled_rows(config, mesh.size))
+  work = hlo.measure(found.text, steps.filled_rows(config, mesh.size))
   chip = topology.device
   bound = roofline(chip, work.flops, work.bytes, sum(c.sent for c in work.collectives.values()))
   return {
