@@ -10,7 +10,7 @@ value; not in the paper). Lag, seed and tasks are the same for all, and no updat
 its own; nothing but the objective differs.
 
 Writes OUT/off_policy.json (every curve; the last line of the output is its table) and OUT/off_policy.png.
-What is there already is not run again. Sized for 35 core-minutes with three seeds.
+What is there already is not run again. About 50 core-minutes with three seeds.
 """
 
 import argparse
