@@ -57,7 +57,7 @@ def _target_of(path: pathlib.Path) -> tuple[str, str]:
   if path.parts[0] in ('experiments', 'benchmarks', 'pallas_kernels') and _is_binary(path):
     return 'py_binary', str(path.with_suffix(''))
   # config.py and its like stand below the packages.
-  if (package == 'glm5_jax' and path.name != '__init__.py') or path.stem == 'shapes':
+  if (package == 'glm5_jax' and path.name != '__init__.py') or path.stem in ('shapes', 'residuals'):
     return 'py_library', str(path.with_suffix(''))
   return 'py_library', package
 
