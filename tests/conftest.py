@@ -6,7 +6,6 @@ import os
 import pathlib
 import platform
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -59,17 +58,36 @@ def pytest_sessionfinish(session):
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.fixture(scope='session')
-def missing(request) -> Callable[[str], None]:
-  """What to call where a machine lacks something: skips, and fails on a complete machine."""
-  return pytest.fail if request.config.getoption('--forbid-skips') else pytest.skip
+def _lacking() -> dict[str, str]:
+  """Fixture -> why this machine cannot run the tests that use it."""
+  from glm5_jax.envs import sandbox
 
-
-@pytest.fixture(scope='session')
-def shared(missing) -> pathlib.Path:
-  """The folder ../shared: reference data too large for the repository."""
+  why = {}
   if not SHARED.is_dir():
-    missing(f'needs the reference data in {SHARED.name}/ beside the checkout')
+    why['shared'] = f'no reference data in {SHARED.name}/ beside the checkout'
+  if reason := sandbox.available():
+    why['bubblewrap'] = reason
+  return why
+
+
+def pytest_collection_modifyitems(config, items):
+  """Leaves out what this machine cannot run, and says so; with --forbid-skips it is run, and fails."""
+  if config.getoption('--forbid-skips') or not (lacking := _lacking()):
+    return
+  left_out = [i for i in items if not lacking.keys().isdisjoint(getattr(i, 'fixturenames', ()))]
+  items[:] = [item for item in items if item not in set(left_out)]
+  config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_report_header(config):
+  """Why tests are left out."""
+  return [f'left out: {why}' for why in _lacking().values()]
+
+
+@pytest.fixture(scope='session')
+def shared() -> pathlib.Path:
+  """The folder ../shared: reference data too large for the repository."""
+  assert SHARED.is_dir(), f'needs the reference data in {SHARED.name}/ beside the checkout'
   return SHARED
 
 
