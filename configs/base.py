@@ -19,7 +19,7 @@ MODEL_FIELDS = dict(
   num_nextn_predict_layers=int, index_share_for_mtp_iteration=bool, rms_norm_eps=float,
   initializer_range=float, eos_token_id=tuple, pad_token_id=int, latent_norm_eps=float,
   index_norm_eps=float, sparse_attention=bool, dtype=str, param_dtype=str, remat=str,
-  scan_unroll=int, expert_matmul=str, expert_capacity=float, expert_overflow=str,
+  offload_inputs=bool, scan_unroll=int, expert_matmul=str, expert_capacity=float, expert_overflow=str,
   attention_chunk_elements=int,
 )  # fmt: skip
 

@@ -110,6 +110,8 @@ class ModelConfig:
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   # What the backward pass computes again of a layer: nothing, all of it, or all but attention's output.
   remat: Literal['none', 'block', 'block_but_attention'] = 'none'
+  # With `remat`: the inputs of the layers, which it keeps, wait in the host's memory.
+  offload_inputs: bool = False
   scan_unroll: int = 1  # Layers per iteration of the scan over a stack.
   # How experts multiply, see ops/dispatch.py. 'ragged_dot' is for TPUs: elsewhere it computes all.
   # 'rounds' has no gradient; the engine takes it instead of 'blocks'.
@@ -403,6 +405,10 @@ def _validate(c: ModelConfig) -> None:
   check(
     c.expert_capacity == 0 or c.expert_capacity >= 1,
     f'expert_capacity={c.expert_capacity} must be 0 (every possible load) or at least 1 (an even one)',
+  )
+  check(
+    c.remat != 'none' or not c.offload_inputs,
+    "offload_inputs is of what remat keeps: it needs remat='block' or 'block_but_attention'",
   )
   check(c.index_topk >= 1, f'index_topk={c.index_topk} must be at least 1')
   check(

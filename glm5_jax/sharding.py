@@ -192,6 +192,21 @@ def _dealt(mesh: Mesh, rows: int, micro_batches: int) -> np.ndarray:
   return np.arange(rows).reshape(micro_batches, count, -1).swapaxes(0, 1).ravel()
 
 
+def chunks_of_row(device: Any, count: int) -> tuple[Any, ...]:
+  """Which chunks of a row lie on a device of `count` along `context`, of 2 `count` equal ones.
+
+  One from the beginning and one from the end: every device's tokens see as many keys as any other's.
+  On one device the row is one chunk.
+  """
+  return (device, 2 * count - 1 - device) if count > 1 else (0,)
+
+
+def row_order(count: int, length: int) -> np.ndarray:
+  """[T] int, the token of a row at each place of an array whose `count` parts lie along `context`."""
+  chunks = [chunk for device in range(count) for chunk in chunks_of_row(device, count)]
+  return np.arange(length).reshape(len(chunks), -1)[chunks].ravel()
+
+
 def place_batch(
   batch: Mapping[str, Any], mesh: Mesh, micro_batches: int = 1, whole: bool = True
 ) -> dict[str, jax.Array]:
@@ -199,7 +214,7 @@ def place_batch(
 
   Rows are dealt so that micro-batch i of a step, which takes the i-th part of the rows of every
   device, has the same rows as without a mesh; empty ones (segment 0) fill up a batch that does not
-  divide.
+  divide. Tokens are dealt by `row_order`.
 
   Args:
     batch: the whole of it, or in each process its own part.
@@ -219,9 +234,10 @@ def place_batch(
     rows = len(x) // own * count
     held = np.arange(rows) if whole else local_rows(mesh, rows, micro_batches)
     places = np.searchsorted(held, _dealt(mesh, rows, micro_batches))
+    order = row_order(mesh.shape['context'], x.shape[1])
 
     def shard(index: Any) -> np.ndarray:
-      return x[places[index[0]]][:, *index[1:]]
+      return x[places[index[0]]][:, order[index[1]]]
 
     shape = len(places), *x.shape[1:]
     return jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH), shard)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -36,8 +37,10 @@ def _kernel(q: jax.Array, parts: int, part: Any, residuals: bool, interpret: boo
   """Splash attention of the queries q [B, N, T, H], the `part`-th of a row's."""
   heads, time = q.shape[1:3]
   keys = time * parts
+  mask = masks.CausalMask((keys, keys))
+  mask.q_sequence = np.concatenate([slots(n, time, parts) for n in range(parts)])
   kernel = splash.make_splash_mha(
-    masks.MultiHeadMask([masks.CausalMask((keys, keys), shard_count=parts)] * heads),
+    masks.MultiHeadMask([mask] * heads),
     block_sizes=_block_sizes(time, keys), save_residuals=residuals, head_shards=1,
     q_seq_shards=parts, residual_checkpoint_name=None if residuals else ATTENTION,
     interpret=interpret,
@@ -59,6 +62,16 @@ def _kernel(q: jax.Array, parts: int, part: Any, residuals: bool, interpret: boo
 
   infos = map(of_part, (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info))
   return splash.SplashAttentionKernel(*infos, **kernel.kwargs)
+
+
+def slots(part: Any, time: int, parts: int) -> Any:
+  """[T] int32, where in its row each of the T = `time` queries of a part is: see `dense_mla`."""
+  if parts == 1:
+    return np.arange(time, dtype=np.int32)
+  xp, chunk = (np if isinstance(part, int) else jnp), time // 2
+  return xp.concatenate([
+    n * chunk + xp.arange(chunk, dtype=np.int32) for n in (part, 2 * parts - 1 - part)
+  ])  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -103,12 +116,13 @@ def dense_mla(
 ) -> tuple[jax.Array, jax.Array | None]:
   """softmax(scale * q k^T) v over the visible keys.
 
-  Key s is visible to query t if s <= part * T + t and both carry the same segment id, above 0. The TPU
-  kernel computes blocks of 1,024 x 1,024 on and below the diagonal, so nothing of size T * S exists; the
-  reference makes all scores.
+  Key s is visible to a query if it is no later in the row and both carry the same segment id, above 0. The
+  TPU kernel computes blocks of 1,024 x 1,024 on and below the diagonal, so nothing of size T * S exists;
+  the reference makes all scores.
 
   Args:
-    q: [B, T, N, H], a part of a row: all of it (S = T), or the `part`-th of S / T equal parts.
+    q: [B, T, N, H], a part of a row: all of it (S = T), or the `part`-th of C = S / T parts, which is of
+      2 C equal chunks those numbered `part` and 2 C - 1 - `part`: as many visible keys as in any other.
     k, v: [B, S, N, H], [B, S, N, Hv], of the whole row.
     q_segment, k_segment: [B, T], [B, S] int32.
     scale: of the logits.
@@ -127,10 +141,12 @@ def dense_mla(
   """
   batch, time, heads, dim = q.shape
   keys = k.shape[1]
-  if k.shape != (batch, keys, heads, dim) or v.shape[:3] != k.shape[:3] or keys % time:
+  chunk = time // 2 if keys > time else time
+  wrong = keys % time or (keys > time and time % 2)
+  if wrong or k.shape != (batch, keys, heads, dim) or v.shape[:3] != k.shape[:3]:
     raise ValueError(
       f'dense_mla: q {q.shape}, k {k.shape}, v {v.shape}; expected q [B, T, N, H], k [B, S, N, H] '
-      'and v [B, S, N, Hv], with T a divisor of S'
+      'and v [B, S, N, Hv], with T = S, or an even divisor of it'
     )
   if q_segment.shape != (batch, time) or k_segment.shape != (batch, keys):
     raise ValueError(
@@ -142,10 +158,15 @@ def dense_mla(
   if implementation == 'reference':
     return _reference(q, k, v, q_segment, k_segment, scale, part, want_lse)
 
-  def padded(x):  # Every part to whole blocks, with segment 0.
-    x = x.reshape(batch, -1, time, *x.shape[2:])
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -time % LANES)] + [(0, 0)] * (x.ndim - 3))
+  def padded(x):  # Every chunk to whole blocks, with segment 0.
+    x = x.reshape(batch, -1, chunk, *x.shape[2:])
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, -chunk % LANES)] + [(0, 0)] * (x.ndim - 3))
     return x.reshape(batch, -1, *x.shape[3:])
+
+  def unpadded(x):  # [B, N, T, ...] of queries.
+    x = jnp.swapaxes(x, 1, 2)
+    x = x.reshape(batch, time // chunk, -1, *x.shape[2:])[:, :, :chunk]
+    return x.reshape(batch, time, *x.shape[3:])
 
   def rows(x):  # [B, N, ., H] with whole lanes.
     x = jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, -x.shape[3] % LANES)])
@@ -155,16 +176,16 @@ def dense_mla(
   arguments = rows(q * scale), rows(k), rows(v), segments, part, keys // time, interpret
   if want_lse:
     out, lse = _with_lse(*arguments)
-    lse = jnp.swapaxes(lse, 1, 2)[:, :time]
+    lse = unpadded(lse)
   else:
     out, lse = _plain(*arguments), None
-  out = jnp.swapaxes(out, 1, 2)[:, :time, :, : v.shape[3]]
+  out = unpadded(out)[..., : v.shape[3]]
   return jnp.where((q_segment > 0)[:, :, None, None], out, 0), lse
 
 
 def _reference(q, k, v, q_segment, k_segment, scale, part, want_lse):
   time, keys = q.shape[1], k.shape[1]
-  slot = part * time + jnp.arange(time)
+  slot = jnp.asarray(slots(part, time, keys // time))
   same = (q_segment[:, :, None] == k_segment[:, None, :]) & (q_segment > 0)[:, :, None]
   visible = (same & (jnp.arange(keys) <= slot[:, None]))[:, None]
   dtype = jnp.promote_types(q.dtype, jnp.float32)

@@ -131,6 +131,7 @@ def without_gradients(config: ModelConfig) -> ModelConfig:
   """The same model, computed as is best for forward passes alone."""
   return config.replace(
     remat='none',
+    offload_inputs=False,
     scan_unroll=config.num_hidden_layers if _unrolls() else config.scan_unroll,
     expert_matmul='rounds' if config.expert_matmul == 'blocks' else config.expert_matmul,
   )

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import BlockSpec, ModelConfig, Stack
 from glm5_jax.modules import mtp
 from glm5_jax.modules.attention import Context, PagedCache
 from glm5_jax.modules.block import Block, Options
-from glm5_jax.modules.params import declare, ones, rematerialised, weight
+from glm5_jax.modules.params import LAYER_INPUT, declare, ones, rematerialised, weight
 from glm5_jax.ops import collectives, indexer, norm, rope, sparse_attention
 from glm5_jax.shapes import Keys
 
@@ -47,6 +48,7 @@ class Unit(nn.Module):
   @nn.compact
   def __call__(self, carry, cache, ctx: Context):
     x, selection = carry
+    x = checkpoint_name(x, LAYER_INPUT)
     aux, new_cache = {}, {}
     for j, spec in enumerate(self.blocks):
       name = f'block{j}'
@@ -98,7 +100,8 @@ class GLM5(nn.Module):
     c = self.config
     batch, time = tokens.shape
     paged = cache if isinstance(cache, PagedCache) else None
-    offset: Any = collectives.first_slot(time)
+    offset: Any = 0
+    slot = collectives.own_slots(time)
     if paged is not None:
       # Keys after a row's own are not visible to it by their slot.
       offset, k_segment = paged.length[:, None], jnp.ones((batch, paged.slots), jnp.int32)
@@ -108,7 +111,7 @@ class GLM5(nn.Module):
     else:
       offset = cache['length']
       k_segment = jax.lax.dynamic_update_slice(cache['segments'], segments, (0, offset))
-    slots = jnp.broadcast_to(offset + jnp.arange(time), (batch, time))
+    slots = jnp.broadcast_to(offset + slot, (batch, time))
     if prefix is not None:
       slots = jnp.maximum(slots, prefix - 1)
     cos, sin = rope.angles(positions, rope.frequencies(c))

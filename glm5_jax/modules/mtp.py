@@ -101,8 +101,4 @@ def predict(layers: nn.Module, hidden: jax.Array, embedded: jax.Array, ctx: Cont
 
 def _shift(x: jax.Array, by: int) -> jax.Array:
   """x[:, t + by] at t; zeros past the end of the row, of which `x` may be a device's part."""
-  by = min(by, x.shape[1])
-  following = collectives.from_next(x[:, :by])
-  if following is not None:
-    return jnp.concatenate([x[:, by:], following], axis=1)
-  return jnp.pad(x[:, by:], ((0, 0), (0, by), (0, 0)))
+  return collectives.shift_sequence(x, min(by, x.shape[1]))

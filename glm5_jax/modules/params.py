@@ -14,6 +14,9 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.ops import chunks, collectives
 from glm5_jax.sharding import FSDP_AXES
 
+# The name of what a layer is given, for the policy of config.offload_inputs.
+LAYER_INPUT = 'layer_input'
+
 
 def weight(
   module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any, sent: Any = None
@@ -45,11 +48,13 @@ def ones(module: nn.Module, config: ModelConfig, name: str, dim: int) -> jax.Arr
 
 def rematerialised(module: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
   """The module as config.remat asks: what its backward pass recomputes."""
-  if config.remat == 'block':
-    return nn.remat(module, prevent_cse=False)
-  if config.remat == 'block_but_attention':
-    kept = jax.checkpoint_policies.save_only_these_names(chunks.ATTENTION)
-    return nn.remat(module, prevent_cse=False, policy=kept)
+  if config.remat != 'none':
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[chunks.ATTENTION] * (config.remat == 'block_but_attention'),
+      names_which_can_be_offloaded=[LAYER_INPUT] * config.offload_inputs,
+      offload_src='device', offload_dst='pinned_host',
+    )  # fmt: skip
+    return nn.remat(module, prevent_cse=False, policy=policy)
   if collectives.present(*FSDP_AXES):
     return nn.remat(module, prevent_cse=False, policy=collectives.remat_policy())
   return module

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from glm5_jax.sharding import AXES, BATCH_AXES, FSDP_AXES, layer_spec
+from glm5_jax.sharding import AXES, BATCH_AXES, FSDP_AXES, chunks_of_row, layer_spec
 
 TOKEN_AXES = (*BATCH_AXES, 'context')  # Devices along these hold different tokens.
 _GATHERED = 'gathered_weight'
@@ -150,13 +150,53 @@ def reduce_gradients(grads: Any) -> Any:
 
 
 # --- The sequence ---
+# A device along `context` has two chunks of a row, see `sharding.chunks_of_row`.
+
+
+def own_chunks() -> tuple[Any, ...]:
+  """The numbers of this device's chunks of a row."""
+  here = jax.lax.axis_index('context') if present('context') else 0
+  return chunks_of_row(here, size('context'))
+
+
+def own_slots(length: int) -> jax.Array:
+  """[T] int32, where this device's tokens are in their row, if each device has `length`."""
+  chunks = own_chunks()
+  chunk = length // len(chunks)
+  return jnp.concatenate([number * chunk + jnp.arange(chunk) for number in chunks])
+
+
+def own_tokens(row: jax.Array) -> jax.Array:
+  """This device's tokens, axis 1, of a `row` that all devices along `context` have whole."""
+  if not present('context'):
+    return row
+  chunk = row.shape[1] // (2 * size('context'))
+  parts = [jax.lax.dynamic_slice_in_dim(row, n * chunk, chunk, axis=1) for n in own_chunks()]
+  return jnp.concatenate(parts, axis=1)
 
 
 def gather_sequence(x: jax.Array) -> jax.Array:
-  """All of a row's tokens, axis 1, from the part that each device along `context` holds."""
+  """All of a row's tokens in order, axis 1, from those that each device along `context` holds."""
   if not present('context'):
     return x
-  return jax.lax.all_gather(x, 'context', axis=1, tiled=True)
+  batch, length, *rest = x.shape
+  chunks = jax.lax.all_gather(x, 'context', axis=1).reshape(batch, -1, 2, length // 2, *rest)
+  row = jnp.concatenate([chunks[:, :, 0], chunks[:, ::-1, 1]], axis=1)
+  return row.reshape(batch, -1, *rest)
+
+
+def shift_sequence(x: jax.Array, by: int) -> jax.Array:
+  """x[:, t + by] at token t of a row, zeros past its end; `by` is at most the length of a chunk."""
+  if not present('context'):
+    return jnp.pad(x[:, by:], [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2))
+  first, second = jnp.split(x, 2, axis=1)
+  last = size('context') - 1
+  # Chunk c + 1 follows chunk c: on the next device for first ones, on the one before for second ones.
+  # In the middle of the row both are on the last device, and nothing follows the end of the row.
+  after_first = jax.lax.ppermute(first[:, :by], 'context', [(i + 1, i) for i in range(last)])
+  after_first = jnp.where(jax.lax.axis_index('context') == last, second[:, :by], after_first)
+  after_second = jax.lax.ppermute(second[:, :by], 'context', [(i, i + 1) for i in range(last)])
+  return jnp.concatenate([first[:, by:], after_first, second[:, by:], after_second], axis=1)
 
 
 def own_part(x: jax.Array, axis_name: str) -> jax.Array:
@@ -166,15 +206,3 @@ def own_part(x: jax.Array, axis_name: str) -> jax.Array:
   length = x.shape[1] // size(axis_name)
   start = jax.lax.axis_index(axis_name) * length
   return jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
-
-
-def first_slot(length: int) -> jax.Array | int:
-  """The number of this device's first token in its row, if each has `length`."""
-  return jax.lax.axis_index('context') * length if present('context') else 0
-
-
-def from_next(x: jax.Array) -> jax.Array | None:
-  """`x` of the device that has the tokens after this one's, zeros on the last; None if alone."""
-  if not present('context'):
-    return None
-  return jax.lax.ppermute(x, 'context', [(i + 1, i) for i in range(size('context') - 1)])

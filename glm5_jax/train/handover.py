@@ -22,8 +22,8 @@ from glm5_jax.train.prepare import build_model_config
 _MAY_DIFFER = frozenset({
   'rope_theta', 'rope_scaling', 'max_position_embeddings', 'sparse_attention', 'index_topk',
   'index_n_heads', 'index_head_dim', 'indexer_rope', 'index_norm_eps', 'initializer_range',
-  'index_share_for_mtp_iteration', 'eos_token_id', 'pad_token_id', 'dtype', 'remat', 'scan_unroll',
-  'expert_matmul', 'expert_capacity', 'expert_overflow', 'attention_chunk_elements',
+  'index_share_for_mtp_iteration', 'eos_token_id', 'pad_token_id', 'dtype', 'remat', 'offload_inputs',
+  'scan_unroll',   'expert_matmul', 'expert_capacity', 'expert_overflow', 'attention_chunk_elements',
 })  # fmt: skip
 
 

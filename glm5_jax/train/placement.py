@@ -1,6 +1,7 @@
 """Where a run's arrays lie: on one device, or on the mesh that the config asks for."""
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,11 +46,14 @@ def check(mesh: Mesh, model: ModelConfig, objective: Objective, plan: Plan) -> N
       f'the {plan.micro_rows} rows of a micro-batch (data.batch_size / train.grad_accum) do not'
       f' divide by the {rows} devices along {", ".join(axes)} of the mesh'
     )
-  parts = mesh.shape['context'] * mesh.shape['tensor']
-  if plan.seq_len % parts or plan.seq_len // mesh.shape['context'] < objective.mtp_steps:
+  context, tensor = mesh.shape['context'], mesh.shape['tensor']
+  chunks = 2 * context if context > 1 else 1  # `sharding.chunks_of_row`
+  parts = math.lcm(chunks, context * tensor)
+  if plan.seq_len % parts or plan.seq_len // chunks < objective.mtp_steps:
     raise ValueError(
-      f'data.seq_len={plan.seq_len} does not divide by the {parts} devices along context and tensor'
-      f' of the mesh, or leaves a device fewer tokens than train.mtp_steps={objective.mtp_steps}'
+      f'data.seq_len={plan.seq_len} does not divide by {parts} ({context} devices along context, with'
+      f' two chunks each if there are several, and {tensor} along tensor), or leaves a chunk fewer'
+      f' tokens than train.mtp_steps={objective.mtp_steps}'
     )
   if objective.kernels != 'reference' and objective.indexer_loss and mesh.shape['tensor'] > 1:
     raise ValueError(

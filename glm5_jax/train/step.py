@@ -1,7 +1,7 @@
 """Pure step factories: loss, gradient, update, router balance. One jitted function a run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -120,8 +120,7 @@ def loss_and_metrics(
   loss: Any = 0.0
   metrics: Metrics = {}
   if objective.stage.main:
-    head = _whole_head(params, config)
-    loss, metrics = _language_loss(head, out, batch, numbers, objective)
+    loss, metrics = _language_loss(params['lm_head'], out, batch, numbers, config, objective)
   kl = _layer_aux(out, 'kl')
   if kl is not None:
     metrics['indexer_kl'] = jnp.mean(kl) * numbers.share
@@ -134,47 +133,54 @@ def loss_and_metrics(
   return loss, (metrics, jax.tree.map(lambda a: a * numbers.share, loads))
 
 
-def _whole_head(params: Any, config: ModelConfig) -> jax.Array:
-  axes = ('fsdp', 'tensor')
-  return collectives.gather_weight('lm_head', params['lm_head'], config.dtype, axes)
-
-
-def _cross_entropy(
-  hidden: jax.Array,
+def _cross_entropies(
   head: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
+  out: Output,
+  batch: Batch,
+  config: ModelConfig,
   objective: Objective,
+  factors: Sequence[Any],
   z_loss: float = 0.0,
-) -> language_model.Sums:
-  """Sums over the tokens of the whole batch. Devices along `tensor` divide the tokens they share."""
-  hidden, targets, weights = (collectives.own_part(a, 'tensor') for a in (hidden, targets, weights))
-  sums = language_model.cross_entropy(
-    hidden, head, targets, weights, chunk=objective.loss_chunk, z_loss=z_loss
+) -> tuple[jax.Array, list[language_model.Sums]]:
+  """Of the main model and every MTP step, over the tokens of the whole batch, and their total.
+
+  Devices along `tensor` divide the tokens they share.
+  """
+  groups = [(out.hidden, batch['targets'], batch['weights'])]
+  if out.mtp_hidden is not None:
+    groups += [(h, *_mtp_targets(batch, k, objective)) for k, h in enumerate(out.mtp_hidden, 1)]
+
+  def whole(head):
+    return collectives.gather_weight('lm_head', head, config.dtype, ('fsdp', 'tensor'))
+
+  tokens = []
+  for group, factor in zip(groups, factors, strict=True):
+    hidden, targets, weights = (collectives.own_part(a, 'tensor') for a in group)
+    tokens.append(language_model.Tokens(hidden, targets, weights, factor))
+  losses = language_model.total_loss(
+    tokens, head, chunk=objective.loss_chunk, z_loss=z_loss, whole=whole
   )
-  return collectives.psum(sums, *AXES)
+  return collectives.psum(losses, *AXES)
 
 
 def _language_loss(
-  head: jax.Array, out: Output, batch: Batch, numbers: Numbers, objective: Objective
+  head: jax.Array,
+  out: Output,
+  batch: Batch,
+  numbers: Numbers,
+  config: ModelConfig,
+  objective: Objective,
 ) -> tuple[jax.Array, Metrics]:
   """What trains the main model: next token, MTP steps, balance of the experts."""
-
-  def ce(hidden, targets, weights):
-    return _cross_entropy(hidden, head, targets, weights, objective, objective.z_loss)
-
-  totals = numbers.totals
-  main = ce(out.hidden, batch['targets'], batch['weights'])
-  loss = main.loss / totals[0]
-  metrics = {'ce': main.nll / totals[0], 'accuracy': main.correct / totals[0]}
-  if out.mtp_hidden is not None:
-    with jax.named_scope('mtp_loss'):
-      losses = [
-        ce(hidden, *_mtp_targets(batch, k, objective)).loss / totals[k]
-        for k, hidden in enumerate(out.mtp_hidden, 1)
-      ]
-    metrics['mtp_ce'] = jnp.stack(losses)
-    loss += numbers.mtp_weight * jnp.mean(metrics['mtp_ce'])
+  steps = 0 if out.mtp_hidden is None else len(out.mtp_hidden)
+  factors = [1 / numbers.totals[0]]
+  factors += [numbers.mtp_weight / steps / numbers.totals[k] for k in range(1, steps + 1)]
+  loss, (main, *mtp) = _cross_entropies(
+    head, out, batch, config, objective, factors, objective.z_loss
+  )
+  metrics = {'ce': main.nll / numbers.totals[0], 'accuracy': main.correct / numbers.totals[0]}
+  if mtp:
+    metrics['mtp_ce'] = jnp.stack([sums.loss for sums in mtp]) / numbers.totals[1 : steps + 1]
   balance = _layer_aux(out, 'balance_loss')
   if balance is not None:
     metrics['balance_loss'] = jnp.mean(balance) * numbers.share
@@ -188,7 +194,7 @@ def _mtp_targets(batch: Batch, step: int, objective: Objective):
     collectives.gather_sequence(batch[name][rows]) for name in ('targets', 'weights', 'segment_ids')
   )
   targets, weights = language_model.mtp_targets(targets, weights, segments, step)
-  return collectives.own_part(targets, 'context'), collectives.own_part(weights, 'context')
+  return collectives.own_tokens(targets), collectives.own_tokens(weights)
 
 
 def _token_totals(batch: Batch, objective: Objective) -> jax.Array:
@@ -266,7 +272,8 @@ def make_train_step(
         return collectives.share(loss), aux
 
       (_, (metrics, loads)), grads = jax.value_and_grad(loss, has_aux=True)(trained)
-      return grads, metrics, loads
+      # Without a barrier XLA adds up whole gradients of embedding and head, and scatters the sum.
+      return jax.lax.optimization_barrier(grads), metrics, loads
 
     if count == 1:
       grads, metrics, loads = micro_step(batch)
@@ -355,17 +362,12 @@ def make_eval_step(
       options=Options(recall=recall, form='expanded'), logits=False,
     )  # fmt: skip
 
-    head = _whole_head(params, config)
-
-    def ce(hidden, targets, weights):
-      return _cross_entropy(hidden, head, targets, weights, objective)
-
-    main = ce(out.hidden, batch['targets'], batch['weights'])
+    factors = [1.0] * (1 + objective.mtp_steps)
+    _, (main, *mtp) = _cross_entropies(params['lm_head'], out, batch, config, objective, factors)
     valid = jnp.sum(batch['segment_ids'] > 0, dtype=jnp.float32)
     valid = collectives.psum(valid, *collectives.TOKEN_AXES)
     sums = {'nll': main.nll, 'correct': main.correct, 'tokens': main.weight, 'valid': valid}
-    if out.mtp_hidden is not None:
-      mtp = [ce(h, *_mtp_targets(batch, k, objective)) for k, h in enumerate(out.mtp_hidden, 1)]
+    if mtp:
       sums['mtp_nll'] = jnp.stack([m.nll for m in mtp])
       sums['mtp_tokens'] = jnp.stack([m.weight for m in mtp])
     per_layer = _layer_aux(out, 'recall')

@@ -61,12 +61,16 @@ def test_all_gradients(plain, plain_run):
   assert len(must_be_zero(found)) == 4 * 5 + 3
 
 
-@pytest.mark.parametrize('remat', ['block', 'block_but_attention'])
-def test_index_share_absorbed_chunked_rematerialised(index_share, remat):
+@pytest.mark.parametrize(
+  ('remat', 'offload'), [('block', False), ('block', True), ('block_but_attention', True)]
+)
+def test_index_share_absorbed_chunked_rematerialised(index_share, remat, offload):
   """The other way through the code gives the same: latents attended to directly, 7 queries at a
   time, everything recomputed in the backward pass; and IndexShare's own gradients.
   """
-  config = index_share.config.replace(attention_chunk_elements=CHUNK_OF_7, remat=remat)
+  config = index_share.config.replace(
+    attention_chunk_elements=CHUNK_OF_7, remat=remat, offload_inputs=offload
+  )
   value, logits, gradients = loss_and_gradients(
     index_share.params, jnp.asarray(index_share.ids), config, Options(form='absorbed')
   )

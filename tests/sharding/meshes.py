@@ -136,4 +136,6 @@ def decisions(config: ModelConfig, params: Any, batch: Any, shape=None) -> dict[
     specs = (sharding.param_specs(params, mesh), sharding.BATCH)
     on_devices = collectives.on_mesh(look, mesh, specs, P(None, *sharding.BATCH))
     arguments = sharding.shard_params(params, mesh), sharding.place_batch(batch, mesh)
-    return jax.device_get(tiny.fast_jit(on_devices)(*arguments))
+    found = jax.device_get(tiny.fast_jit(on_devices)(*arguments))
+  places = np.argsort(sharding.row_order(mesh.shape['context'], TIME))
+  return {name: a[:, :, places] for name, a in found.items()}

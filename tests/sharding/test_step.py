@@ -1,10 +1,14 @@
 """The training step on a mesh: loss, gradients and every choice are those of one device."""
 
 import hypothesis
+import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from glm5_jax import sharding
+from glm5_jax.ops import collectives
 from glm5_jax.train.step import Objective
 from tests import tiny
 from tests.sharding import meshes
@@ -84,6 +88,39 @@ def _any_mesh():
     meshes.check_step(shape, config, objective, reference, params, batch)
 
   equals_one_device()
+
+
+def _a_row_on_four_devices():
+  """Parts are balanced; collectives see the row in its order; shifts cross devices both ways."""
+  mesh = sharding.make_mesh({'fsdp': 2, 'context': 4})
+  row = np.arange(1, 2 * 48 + 1, dtype=np.float32).reshape(2, 48)
+  order = sharding.row_order(4, 48)
+  assert sorted(order) == list(range(48))
+  visible = (order + 1).reshape(4, -1).sum(axis=1)  # Of the causal keys of every device.
+  assert (visible == visible[0]).all()
+
+  def on_device(x):
+    whole = collectives.gather_sequence(x)
+    shifted = [collectives.shift_sequence(x[..., None], by)[..., 0] for by in (1, 3, 6)]
+    slots = jnp.broadcast_to(collectives.own_slots(x.shape[1]), x.shape)
+    return whole, collectives.own_tokens(whole), slots, shifted
+
+  with jax.set_mesh(mesh):
+    specs = (P('fsdp'), sharding.BATCH, sharding.BATCH, sharding.BATCH)
+    run = jax.jit(collectives.on_mesh(on_device, mesh, (sharding.BATCH,), specs))
+    placed = sharding.place_batch({'x': row}, mesh)['x']
+    whole, own, slots, shifted = jax.device_get(run(placed))
+  np.testing.assert_array_equal(placed, row[:, order])
+  np.testing.assert_array_equal(whole, row)
+  np.testing.assert_array_equal(own, row[:, order])
+  np.testing.assert_array_equal(slots, np.broadcast_to(order, row.shape))
+  for by, found in zip((1, 3, 6), shifted, strict=True):
+    want = np.pad(row[:, by:], ((0, 0), (0, by)))
+    np.testing.assert_array_equal(found, want[:, order])
+
+
+def test_a_row_on_four_devices():
+  print(run_on_devices(_a_row_on_four_devices))
 
 
 def test_rows_and_parameters():
