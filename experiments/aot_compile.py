@@ -47,7 +47,7 @@ def report(needs: Any, topology: Any) -> str:
   ]
   lines += [
     f'  {name:<19}{c.calls:10,} a device, {c.payload:.3e} bytes, of which it sends {c.sent:.3e};'
-    f' {c.started:,} can overlap'
+    f' {c.started:,} run beside others, which hide {needs.hidden.get(name, 0.0):.3e}'
     for name, c in sorted(work.collectives.items())
   ]
   if work.unknown_loops:
@@ -58,6 +58,8 @@ def report(needs: Any, topology: Any) -> str:
     f'  compute            {bound.compute:10.3f} s at {chip.flops / 1e12:.0f} TFLOP/s a chip',
     f'  memory             {bound.memory:10.3f} s at {chip.hbm_bandwidth / 1e9:.0f} GB/s a chip',
     f'  network            {bound.network:10.3f} s at {chip.ici_bandwidth / 1e9:.0f} GB/s one way',
+    f'  of which exposed   {bound.exposed:10.3f} s: nothing to compute meanwhile',
+    f'  as scheduled       {bound.scheduled:10.3f} s, MFU {needs.mfu(chip, bound.scheduled):.1%}',
     f'  all at once        {bound.overlapped:10.3f} s, MFU {needs.mfu(chip, bound.overlapped):.1%}',
     f'  one after another  {bound.serial:10.3f} s, MFU {needs.mfu(chip, bound.serial):.1%}',
   ]
@@ -88,7 +90,7 @@ def as_json(needs: Any, topology: Any) -> dict[str, Any]:
     'collectives_per_chip': {
       name: {
         'count': c.calls, 'async_count': c.started, 'bytes': c.payload * per_chip,
-        'sent_bytes': c.sent * per_chip,
+        'sent_bytes': c.sent * per_chip, 'hidden_bytes': needs.hidden.get(name, 0.0) * per_chip,
       }
       for name, c in sorted(work.collectives.items())
     },
@@ -96,9 +98,11 @@ def as_json(needs: Any, topology: Any) -> dict[str, Any]:
     'kernel_flops_per_chip': {k: v * per_chip for k, v in sorted(work.kernels.items())},
     'loops_of_unknown_length': work.unknown_loops,
     'roofline_seconds': {
-      **bound._asdict(), 'overlapped': bound.overlapped, 'serial': bound.serial
+      **bound._asdict(), 'overlapped': bound.overlapped, 'scheduled': bound.scheduled,
+      'serial': bound.serial,
     },
     'mfu_overlapped': needs.mfu(topology.chip, bound.overlapped),
+    'mfu_scheduled': needs.mfu(topology.chip, bound.scheduled),
     'mfu_serial': needs.mfu(topology.chip, bound.serial),
     'peaks': topology.chip.__dict__ | {'source': SOURCE},
   }  # fmt: skip

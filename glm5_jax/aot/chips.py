@@ -41,23 +41,35 @@ class Roofline(NamedTuple):
   """Seconds that a step takes at least for each resource of a chip, each alone at its peak.
 
   The step takes `overlapped` if all three work at the same time, and `serial` if never two do.
+  `exposed` is the part of the network's time for which the compiled schedule has nothing to compute, and
+  `scheduled` what the step takes with that on top.
   """
 
   compute: float
   memory: float
   network: float
+  exposed: float
 
   @property
   def overlapped(self) -> float:
-    return max(self)
+    return max(self.compute, self.memory, self.network)
+
+  @property
+  def scheduled(self) -> float:
+    return max(self.compute, self.memory) + self.exposed
 
   @property
   def serial(self) -> float:
-    return sum(self)
+    return self.compute + self.memory + self.network
 
 
-def roofline(chip: Chip, flops: float, hbm_bytes: float, sent_bytes: float) -> Roofline:
-  """Of a chip's work in a step: FLOPs, bytes of HBM, and bytes sent to other chips."""
+def roofline(
+  chip: Chip, flops: float, hbm_bytes: float, sent_bytes: float, hidden_bytes: float = 0.0
+) -> Roofline:
+  """Of a chip's work in a step: FLOPs, bytes of HBM, bytes sent to other chips, and how many of those
+  go while the chip computes (see `overlap.hidden`).
+  """
   return Roofline(
-    flops / chip.flops, hbm_bytes / chip.hbm_bandwidth, sent_bytes / chip.ici_bandwidth
-  )
+    flops / chip.flops, hbm_bytes / chip.hbm_bandwidth, sent_bytes / chip.ici_bandwidth,
+    (sent_bytes - hidden_bytes) / chip.ici_bandwidth,
+  )  # fmt: skip

@@ -25,6 +25,8 @@ _FREE = frozenset({
   'after-all', 'opt-barrier', 'partition-id', 'replica-id', 'reshape', 'iota', 'add-dependency',
 })  # fmt: skip
 _GROUPED = ('ragged-dot', 'tgmm')  # XLA's grouped matmul; JAX's for its weights' gradient.
+# Names of the fusions with which XLA's asynchronous collectives start and end.
+FUSED_START, FUSED_DONE = 'async-collective-start', 'async-collective-done'
 # Change a part of their first operand; which operand is the part.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'slice', 'gather')
@@ -76,9 +78,7 @@ class Collective(NamedTuple):
   calls: int
   payload: float  # The larger of operands and results; of a ragged all-to-all the smaller.
   sent: float
-  started: int = (
-    0  # Of the calls, those that only start something and end later: these can overlap.
-  )
+  started: int = 0  # Of the calls, those that start something which ends later.
 
 
 class Work(NamedTuple):
@@ -109,27 +109,49 @@ def measure(text: str, filled: float = 1.0) -> Work:
   kernels: dict[str, float] = {}
   collectives: dict[str, Collective] = {}
   runs, unknown = walk(computations, entry)
-  everything = (i for computation in computations.values() for i in computation.values())
-  started = [i for i in everything if i.opcode == 'async-start']
-  apart = {id(computations[name]) for i in started for name in _called(i)}
+  starts, later = _asynchronous(computations)
   for instruction, computation, times, fused in runs:
     opcode = instruction.opcode.removesuffix('-start')
-    if opcode in ('dot', 'convolution'):
-      flops += times * _matmul_flops(instruction, computation)
-    elif opcode == 'custom-call' and 'tpu_custom_call' in instruction.text:
+    work = times * flops_of(instruction, computation, filled)
+    flops += work
+    if opcode == 'custom-call' and 'tpu_custom_call' in instruction.text:
       name = re.sub(r'[.\d]+$', '', instruction.name)
-      work = times * _kernel_flops(instruction, computation)
-      work *= filled if name.startswith(_GROUPED) else 1.0
       kernels[name] = kernels.get(name, 0.0) + work
-      flops += work
-    elif opcode in COLLECTIVES:
+    elif opcode in COLLECTIVES and id(computation) not in later:
       found = _added(collectives.get(opcode), instruction, computation, times)
-      if opcode != instruction.opcode or id(computation) in apart:
+      if opcode != instruction.opcode or id(computation) in starts:
         found = found._replace(started=found.started + times)
       collectives[opcode] = found
     if not fused:
       traffic += times * _traffic(instruction, computation, computations)
   return Work(flops, traffic, collectives, kernels, unknown)
+
+
+def flops_of(instruction: Instruction, computation: Computation, filled: float = 1.0) -> float:
+  """Of one run of an instruction, without what it calls; `filled` as in `measure`."""
+  if instruction.opcode in ('dot', 'convolution'):
+    return _matmul_flops(instruction, computation)
+  if instruction.opcode == 'custom-call' and 'tpu_custom_call' in instruction.text:
+    share = filled if instruction.name.startswith(_GROUPED) else 1.0
+    return share * _kernel_flops(instruction, computation)
+  return 0.0
+
+
+def _asynchronous(computations: dict[str, Computation]) -> tuple[set[int], set[int]]:
+  """The computations (their `id`) in which collectives start, and those in which they go on or end.
+
+  XLA gives a collective to the fusions that run meanwhile: each of them has a copy of it.
+  """
+  starts, later = set(), set()
+  for computation in computations.values():
+    for instruction in computation.values():
+      called = {id(computations[name]) for name in called_by(instruction)}
+      if instruction.opcode == 'async-start' or instruction.name.startswith(FUSED_START):
+        starts |= called
+      elif instruction.name.startswith(FUSED_DONE):
+        later |= called
+  later |= {id(c) for name, c in computations.items() if name.startswith('async_collective_fusion')}
+  return starts, later
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -182,11 +204,12 @@ def walk(computations: dict[str, Computation], entry: str) -> tuple[list[Run], i
         unknown += repeats is None
       inside = fused or instruction.opcode == 'fusion'
       runs = times * (1 if repeats is None else repeats)
-      pending.extend((called, runs, inside) for called in _called(instruction))
+      pending.extend((called, runs, inside) for called in called_by(instruction))
   return out, unknown
 
 
-def _called(instruction: Instruction) -> Iterator[str]:
+def called_by(instruction: Instruction) -> Iterator[str]:
+  """The computations that an instruction runs."""
   if instruction.opcode in (*COLLECTIVES, 'reduce', 'scatter', 'sort', 'reduce-window', 'map'):
     return  # What they apply is a scalar's matter.
   for kind, name, branches in _CALLED.findall(instruction.text):
@@ -229,7 +252,7 @@ def _comparison(condition: Computation, computations: dict[str, Computation]):
   """The comparison that a loop's condition ends with, its computation, and that one's arguments."""
   root = next((i for i in condition.values() if i.is_root), None)
   if root is not None and root.opcode == 'fusion':
-    inside = computations[next(_called(root))]
+    inside = computations[next(called_by(root))]
     inner = next((i for i in inside.values() if i.is_root and i.opcode == 'compare'), None)
     return inner, inside, dict(enumerate(root.operands))
   return (root if root and root.opcode == 'compare' else None), condition, {}
@@ -356,6 +379,11 @@ def group_size(text: str) -> int:
   return 1
 
 
+def sent_bytes(instruction: Instruction, computation: Computation) -> float:
+  """What a device sends in one run of a collective, see `Collective`."""
+  return _added(None, instruction, computation, 1).sent
+
+
 def _added(
   before: Collective | None, instruction: Instruction, computation: Computation, times: int
 ) -> Collective:
@@ -398,7 +426,7 @@ def _traffic(
     return 2 * _hbm(operands[0].result) if operands else 0.0
   if opcode != 'fusion':
     return _hbm(instruction.result) + sum(_hbm(o.result) for o in operands)
-  inside = computations[next(_called(instruction))]
+  inside = computations[next(called_by(instruction))]
   written, read = _hbm(instruction.result), 0.0
   for parameter in inside.values():
     if parameter.opcode != 'parameter':
@@ -439,7 +467,7 @@ def _sliced_by(
   """Bytes that a slice, or a fusion within a fusion, uses of its operand; None if all."""
   if user.opcode != 'fusion':
     return sum(a.bytes for a in user.result)
-  inside = computations[next(_called(user))]
+  inside = computations[next(called_by(user))]
   places = [i for i, name in enumerate(user.operands) if name == operand.name]
   parameters = [i for i in inside.values() if i.opcode == 'parameter']
   used = [

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from glm5_jax import sharding
-from glm5_jax.aot import hlo, program
+from glm5_jax.aot import hlo, overlap, program
 from glm5_jax.aot.chips import CHIPS, Chip, Roofline, roofline
 from glm5_jax.config import ModelConfig
 from glm5_jax.modules.model import abstract_params, init_params
@@ -55,6 +55,7 @@ class Needs(NamedTuple):
     tokens: Of all chips in one step.
     zero3_bytes: What a chip would send in a step of ideal ZeRO-3, see `zero3_bytes`.
     roofline: By the chip's published figures.
+    hidden: Of what a device sends by each kind of collective, bytes for which there are FLOPs meanwhile.
   """
 
   chips: int
@@ -70,6 +71,7 @@ class Needs(NamedTuple):
   tokens: int
   zero3_bytes: float
   roofline: Roofline
+  hidden: Mapping[str, float]
 
   @property
   def flops_ratio(self) -> float:
@@ -125,9 +127,11 @@ def compile_step(config: Mapping[str, Any], topology: Topology, plan: bool = Fal
   found = program.planned(lowered) if plan else program.compiled(lowered)
   seconds = time.process_time() - clock
 
-  work = hlo.measure(found.text, filled_rows(parts.model, mesh.shape['expert']))
+  filled = filled_rows(parts.model, mesh.shape['expert'])
+  work = hlo.measure(found.text, filled)
   per_chip = len(topology.devices) // topology.chips if mesh.size > 1 else 1
   chip = topology.device
+  hidden = overlap.hidden(found.text, chip.flops / chip.ici_bandwidth, filled)
   sent = sum(c.sent for c in work.collectives.values())
   tokens = parts.plan.rows * parts.plan.seq_len
   return Needs(
@@ -136,7 +140,7 @@ def compile_step(config: Mapping[str, Any], topology: Topology, plan: bool = Fal
     temporary_bytes=found.temporary_bytes * per_chip, peak_bytes=found.peak_bytes * per_chip,
     fits=found.peak_bytes <= chip.hbm_bytes, compile_seconds=seconds, work=work, flops=work.flops * per_chip,
     model_flops=model_flops(parts), tokens=tokens, zero3_bytes=zero3_bytes(parts),
-    roofline=roofline(chip, work.flops, work.bytes, sent),
+    roofline=roofline(chip, work.flops, work.bytes, sent, sum(hidden.values())), hidden=hidden,
   )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from glm5_jax.compile import overlap_options
 from glm5_jax.config import ModelConfig
 from glm5_jax.kernels import Implementation, attention
 from glm5_jax.losses import language_model
@@ -328,7 +329,8 @@ def make_train_step(
     )
     return state, metrics
 
-  return jax.jit(train_step, donate_argnums=0)
+  options = overlap_options(collectives.platform())
+  return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
 def entropy(load: jax.Array) -> jax.Array:

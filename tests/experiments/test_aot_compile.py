@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from experiments import aot_compile
 from glm5_jax import config as models
 from glm5_jax import sharding
-from glm5_jax.aot import hlo, program, step
+from glm5_jax.aot import hlo, overlap, program, step
 from glm5_jax.aot.chips import CHIPS, roofline
 from tests.simulated import run_on_devices
 
@@ -108,6 +108,69 @@ def test_collectives():
   run_on_devices(_collectives)
 
 
+# 3 iterations of: a gather that a product of matrices runs beside, and one that waits; an exchange that
+# is longer than the product beside it. f32[8,8] products are 1,024 FLOPs, of 8 x 8 shards 768 bytes go out.
+_OVERLAPPING = """
+%in_start (x: f32[8,8]) -> f32[32,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %all-gather.1 = f32[32,8]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%async_collective_fusion.1 (x: f32[8,8], y: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %y = f32[8,8]{1,0} parameter(1)
+  %all-gather.2 = f32[32,8]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %dot = f32[8,8]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%in_done (x: f32[8,8]) -> f32[32,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %all-gather.3 = f32[32,8]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%exchange (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  ROOT %all-to-all.1 = f32[8,8]{1,0} all-to-all(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%body (state: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %state = (s32[], f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[8,8]{1,0} get-tuple-element(%state), index=1
+  %async-collective-start.4 = f32[32,8]{1,0} fusion(%x), kind=kCustom, calls=%in_start
+  %fusion.1 = f32[8,8]{1,0} fusion(%x, %x), kind=kOutput, calls=%async_collective_fusion.1
+  %async-collective-done.4 = f32[32,8]{1,0} fusion(%x), kind=kCustom, calls=%in_done
+  %all-gather.4 = f32[32,8]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %all-to-all-start = ((f32[8,8]{1,0}), f32[8,8]{1,0}) async-start(%x), calls=%exchange
+  %dot.2 = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %all-to-all-done = f32[8,8]{1,0} async-done(%all-to-all-start)
+  %dot.3 = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (s32[], f32[8,8]{1,0}) tuple(%i, %fusion.1)
+}
+
+%condition (state: (s32[], f32[8,8])) -> pred[] {
+  %state = (s32[], f32[8,8]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (state: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %state = (s32[], f32[8,8]{1,0}) parameter(0)
+  ROOT %while = (s32[], f32[8,8]{1,0}) while(%state), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_what_the_schedule_hides():
+  """A collective in flight is one call, however many fusions carry it; FLOPs hide no byte twice."""
+  work = hlo.measure(_OVERLAPPING)
+  assert work.flops == 3 * 3 * 1024
+  assert work.collectives['all-gather'] == hlo.Collective(6, 6 * 1024, 6 * 768, started=3)
+  assert work.collectives['all-to-all'] == hlo.Collective(3, 3 * 256, 3 * 192, started=3)
+  # At 2 FLOPs a byte a product hides 512 bytes: a part of the gather, all of the exchange.
+  assert overlap.hidden(_OVERLAPPING, 2.0) == {'all-gather': 3 * 512, 'all-to-all': 3 * 192}
+  assert overlap.hidden(_OVERLAPPING, 1.0) == {'all-gather': 3 * 768, 'all-to-all': 3 * 192}
+
+
 def test_grouped_matmuls_compute_filled_rows():
   """Their kernels skip tiles of rows that no group has, and the buffer has room for some."""
   text = """
@@ -191,9 +254,12 @@ allocation 5: size 7, constant:
 
 
 def test_roofline():
-  bound = roofline(CHIPS['v5p'], flops=459e12, hbm_bytes=2765e9 / 2, sent_bytes=600e9 * 2)
-  np.testing.assert_allclose(bound, (1.0, 0.5, 2.0))
+  bound = roofline(
+    CHIPS['v5p'], 459e12, hbm_bytes=2765e9 / 2, sent_bytes=600e9 * 2, hidden_bytes=300e9
+  )
+  np.testing.assert_allclose(bound, (1.0, 0.5, 2.0, 1.5))
   assert math.isclose(bound.overlapped, 2.0) and math.isclose(bound.serial, 3.5)
+  assert math.isclose(bound.scheduled, 2.5)
 
 
 @pytest.mark.parametrize(
