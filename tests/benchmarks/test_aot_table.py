@@ -18,8 +18,9 @@ RESULT = {
   'chips': 1024, 'argument_bytes_per_chip': 8e9, 'temporary_bytes_per_chip': 40e9,
   'peak_bytes_per_chip': 48.4e9, 'hbm_bytes_per_chip': 95e9, 'fits': True,
   'flops_over_model_flops': 1.5, 'zero3_bytes_per_chip': 4e12, 'mfu_overlapped': 0.666,
+  'mfu_scheduled': 0.5,
   'collectives_per_chip': {'all-gather': {'sent_bytes': 1e12}, 'all-reduce': {'sent_bytes': 1e12}},
-  'roofline_seconds': {'compute': 3.0, 'memory': 2.0, 'network': 1.0},
+  'roofline_seconds': {'compute': 3.0, 'memory': 2.0, 'network': 1.0, 'exposed': 0.75},
 }  # fmt: skip
 
 
@@ -44,7 +45,8 @@ def test_a_case_divides(name, monkeypatch):
 
 def test_rows():
   text = aot_table.row('4K', RESULT)
-  assert text == '| 4K | 1,024 | 8.0 | 40.0 | 48.4 | 1.50 | 0.50 | 3.00 | 2.00 | 1.00 | 67% |'
+  cells = '4K|1,024|8.0|40.0|48.4|1.50|0.50|3.00|2.00|1.00|0.75|50%|67%'.split('|')
+  assert text == f'| {" | ".join(cells)} |'
   assert '| 99.0 of 95: does not fit |' in aot_table.row(
     '4K', RESULT | {'peak_bytes_per_chip': 99e9, 'fits': False}
   )
