@@ -45,6 +45,12 @@ class Case(NamedTuple):
 
 # DSA with rows of 32K: the sparse stage on what the paper has no stage for, since others compare at 32K.
 _AT_32K = ('data.seq_len=32768', 'mesh.context=8', 'data.batch_size=2048', 'train.grad_accum=16')
+# An update of reasoning RL on 1,024 full rows of 16K.
+_UPDATE = (
+  'mesh.fsdp=-1', 'mesh.expert=8', 'mesh.context=4', 'rl.seq_len=16384', 'rl.episode.max_tokens=16384',
+  'rl.micro_rows=256', 'train.kernels=pallas', 'model.expert_matmul=ragged_dot',
+  'model.expert_capacity=2.0',
+)  # fmt: skip
 # Micro-batches have to divide: fewer chips take more of them.
 CASES: dict[str, Case] = {
   '4K, 1024 v5p': Case('pretrain.py', 'v5p:8x8x16'),
@@ -64,6 +70,8 @@ CASES: dict[str, Case] = {
   'DSA 32K, 1024 v5p': Case('dsa_sparse.py', 'v5p:8x8x16', _AT_32K),
   'DSA 200K, 1024 v5p': Case('dsa_sparse.py', 'v5p:8x8x16'),
   'DSA 200K, 512 tpu7x': Case('dsa_sparse.py', 'tpu7x:8x8x8'),
+  'RL update 16K, 1024 v5p': Case('reasoning_rl.py', 'v5p:8x8x16', _UPDATE),
+  'RL update 16K, 512 tpu7x': Case('reasoning_rl.py', 'tpu7x:8x8x8', _UPDATE),
   # What each choice buys.
   '4K, 1024 v5p, inputs on the host': Case(
     'pretrain.py', 'v5p:8x8x16', ('model.offload_inputs=True',)

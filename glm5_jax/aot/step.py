@@ -1,9 +1,10 @@
-"""The training step of a run config, compiled for absent TPUs, and what it will need there."""
+"""The step of a run config, training or RL, compiled for absent TPUs, and what it will need there."""
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,14 @@ from glm5_jax.aot import hlo, overlap, program
 from glm5_jax.aot.chips import CHIPS, Chip, Roofline, roofline
 from glm5_jax.config import ModelConfig
 from glm5_jax.modules.model import abstract_params, init_params
+from glm5_jax.rl.batch import PolicyBatch
+from glm5_jax.rl.learner import STAGE as POLICY_STAGE
+from glm5_jax.rl.learner import make_policy_step
+from glm5_jax.rl.prepare import prepare_rl
 from glm5_jax.train import flops
-from glm5_jax.train.placement import Placement
+from glm5_jax.train.placement import Placement, mesh_of
 from glm5_jax.train.prepare import ConfigError, Parts, prepare, prepare_mesh
+from glm5_jax.train.stages import Stage
 from glm5_jax.train.state import TrainState
 from glm5_jax.train.step import make_train_step
 
@@ -37,6 +43,49 @@ class Topology(NamedTuple):
     """The figures of one device: its share of a chip."""
     share = len(self.devices) // self.chips
     return Chip(*(value / share for value in dataclasses.astuple(self.chip)))
+
+
+class Job(NamedTuple):
+  """A step to compile, and what it is for.
+
+  Attributes:
+    lower: Lowers it, without a single array.
+    mesh, model: Where, and of what.
+    rows, seq_len, micro_batches: Of a step, of all chips.
+    stage: What it trains.
+    mtp: MTP steps, and the share of the rows that have them.
+    topk: Keys that a query attends to; None for all.
+  """
+
+  lower: Callable[[], jax.stages.Lowered]
+  mesh: Mesh
+  model: ModelConfig
+  rows: int
+  seq_len: int
+  micro_batches: int
+  stage: Stage
+  mtp: tuple[int, float]
+  topk: int | None
+
+  def zero3_bytes(self) -> float:
+    """What a device would send in a step if all of them divided nothing but the batch and the state.
+
+    In each micro-batch every parameter is gathered twice, forward and backward, and the gradient of
+    every trained one is scattered once, all in the type of the computation.
+    """
+    params = abstract_params(self.model)
+
+    def count(tree: Any) -> int:
+      return sum(x.size for x in jax.tree.leaves(tree))
+
+    numbers = 2 * count(params) + count(self.stage.split(params)[0])
+    return float(numbers * jnp.dtype(self.model.dtype).itemsize * self.micro_batches)
+
+  def model_flops(self) -> float:
+    """Of a step on full rows of one document each."""
+    positions = np.broadcast_to(np.arange(self.seq_len), (1, self.seq_len))
+    pairs = flops.count_pairs(positions, None, self.topk)
+    return self.rows * flops.train_flops(self.model, self.seq_len, pairs, *self.mtp, self.stage)
 
 
 class Needs(NamedTuple):
@@ -118,29 +167,42 @@ def compile_step(config: Mapping[str, Any], topology: Topology, plan: bool = Fal
     ConfigError: the config is impossible, or does not go with the topology.
     jax.errors.JaxRuntimeError: the compiler refuses, for instance for lack of memory.
   """
-  parts = prepare(config)
-  mesh = prepare_mesh(config, parts, topology.devices) or sharding.make_mesh(
-    {}, topology.devices[:1]
-  )
+  job = (policy_job if 'rl' in config else training_job)(config, topology.devices)
+  mesh = job.mesh
   clock = time.process_time()
-  lowered = lower(parts, mesh, infilling=config['data'].get('objective') == 'infilling')
+  lowered = job.lower()
   found = program.planned(lowered) if plan else program.compiled(lowered)
   seconds = time.process_time() - clock
 
-  filled = filled_rows(parts.model, mesh.shape['expert'])
+  filled = filled_rows(job.model, mesh.shape['expert'])
   work = hlo.measure(found.text, filled)
   per_chip = len(topology.devices) // topology.chips if mesh.size > 1 else 1
   chip = topology.device
   hidden = overlap.hidden(found.text, chip.flops / chip.ici_bandwidth, filled)
   sent = sum(c.sent for c in work.collectives.values())
-  tokens = parts.plan.rows * parts.plan.seq_len
   return Needs(
     chips=max(1, mesh.size // per_chip), mesh=dict(mesh.shape),
     argument_bytes=found.argument_bytes * per_chip,
     temporary_bytes=found.temporary_bytes * per_chip, peak_bytes=found.peak_bytes * per_chip,
     fits=found.peak_bytes <= chip.hbm_bytes, compile_seconds=seconds, work=work, flops=work.flops * per_chip,
-    model_flops=model_flops(parts), tokens=tokens, zero3_bytes=zero3_bytes(parts),
+    model_flops=job.model_flops(), tokens=job.rows * job.seq_len, zero3_bytes=job.zero3_bytes(),
     roofline=roofline(chip, work.flops, work.bytes, sent, sum(hidden.values())), hidden=hidden,
+  )  # fmt: skip
+
+
+def training_job(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Job:
+  """The training step of a run config.
+
+  Raises:
+    ConfigError: see `compile_step`.
+  """
+  parts = prepare(config)
+  mesh = prepare_mesh(config, parts, devices) or sharding.make_mesh({}, devices[:1])
+  infilling = config['data'].get('objective') == 'infilling'
+  plan, objective = parts.plan, parts.objective
+  return Job(
+    functools.partial(lower, parts, mesh, infilling), mesh, parts.model, plan.rows, plan.seq_len,
+    plan.micro_batches, objective.stage, (objective.mtp_steps, objective.mtp_fraction), plan.topk,
   )  # fmt: skip
 
 
@@ -148,37 +210,61 @@ def lower(parts: Parts, mesh: Mesh, infilling: bool = False) -> jax.stages.Lower
   """The training step for `mesh`, without a single array."""
   place = Placement(mesh, parts.plan.micro_batches)
   tx, schedule = parts.optimizer
-
-  def state() -> TrainState:
-    params = init_params(parts.model, jax.random.key(0))
-    return TrainState.create(params, tx, 0, parts.objective.stage)
-
   names = ('tokens', 'targets', 'weights', 'segment_ids', 'positions', *['prefix'] * infilling)
-  where = NamedSharding(mesh, sharding.BATCH)
-  shape = parts.plan.rows, parts.plan.seq_len
   batch = {
-    name: jax.ShapeDtypeStruct(shape, 'float32' if name == 'weights' else 'int32', sharding=where)
+    name: _rows(mesh, parts.plan.rows, parts.plan.seq_len, 'f4' if name == 'weights' else 'i4')
     for name in names
   }
-  abstract = place.abstract(jax.eval_shape(state))
+  state = _state(place, parts.model, tx, parts.objective.stage)
   with place.context():
     step: Any = make_train_step(parts.model, parts.objective, tx, schedule, mesh)
-    return step.trace(abstract, batch).lower(lowering_platforms=('tpu',))
+    return step.trace(state, batch).lower(lowering_platforms=('tpu',))
 
 
-def zero3_bytes(parts: Parts) -> float:
-  """What a device would send in a step if all of them divided nothing but the batch and the state.
+def policy_job(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Job:
+  """The update of an RL config on rows that are full: rl.groups of rl.group_size episodes, a row each.
 
-  In each micro-batch every parameter is gathered twice, forward and backward, and the gradient of
-  every trained one is scattered once, all in the type of the computation.
+  Raises:
+    ConfigError: see `compile_step`.
   """
-  params = abstract_params(parts.model)
+  parts, rl = prepare_rl(config, one_device=False), config['rl']
+  try:
+    mesh = mesh_of(config['mesh'], devices) or sharding.make_mesh({}, devices[:1])
+    sharding.param_shardings(abstract_params(parts.model), mesh)
+  except ValueError as e:
+    raise ConfigError(str(e)) from None
+  rows, seq_len, at_once = rl['groups'] * rl['group_size'], rl['seq_len'], rl['micro_rows']
+  dealt, chunks = (math.prod(mesh.shape[a] for a in sharding.BATCH_AXES), 2 * mesh.shape['context'])
+  if rows % at_once or at_once % dealt or seq_len % chunks:
+    raise ConfigError(
+      f'{rows} episodes in micro-batches of rl.micro_rows={at_once} do not divide by {dealt} devices, or'
+      f' rl.seq_len={seq_len} not by {chunks} chunks'
+    )
 
-  def count(tree: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(tree))
+  def lower() -> jax.stages.Lowered:
+    types = {'mask': '?', 'rollout': 'f4', 'advantages': 'f4', 'teacher': 'f4'}
+    names = [n for n in PolicyBatch._fields if n != 'teacher' or parts.advantage is None]
+    batch = PolicyBatch(**{n: _rows(mesh, rows, seq_len, types.get(n, 'i4')) for n in names})
+    place = Placement(mesh)
+    state = _state(place, parts.model, parts.tx, POLICY_STAGE)
+    with place.context():
+      step: Any = make_policy_step(parts.model, parts.learner, parts.tx, mesh)
+      return step.trace(state, batch).lower(lowering_platforms=('tpu',))
 
-  numbers = 2 * count(params) + count(parts.objective.stage.split(params)[0])
-  return float(numbers * jnp.dtype(parts.model.dtype).itemsize * parts.plan.micro_batches)
+  topk = parts.model.index_topk if parts.model.sparse_attention else None
+  return Job(lower, mesh, parts.model, rows, seq_len, rows // at_once, POLICY_STAGE, (0, 1.0), topk)
+
+
+def _rows(mesh: Mesh, rows: int, seq_len: int, dtype: str) -> jax.ShapeDtypeStruct:
+  where = NamedSharding(mesh, sharding.BATCH)
+  return jax.ShapeDtypeStruct((rows, seq_len), dtype, sharding=where)
+
+
+def _state(place: Placement, model: ModelConfig, tx: Any, stage: Stage) -> Any:
+  def state() -> TrainState:
+    return TrainState.create(init_params(model, jax.random.key(0)), tx, 0, stage)
+
+  return place.abstract(jax.eval_shape(state))
 
 
 def filled_rows(model: ModelConfig, devices: int) -> float:
@@ -193,16 +279,3 @@ def filled_rows(model: ModelConfig, devices: int) -> float:
   chosen = model.num_experts_per_tok
   largest = devices * min(chosen, model.n_routed_experts // devices) / chosen
   return 1.0 / min(largest, model.expert_capacity or largest)
-
-
-def model_flops(parts: Parts) -> float:
-  """Of a step on full rows of one document each."""
-  plan, model = parts.plan, parts.model
-  positions = np.broadcast_to(np.arange(plan.seq_len), (1, plan.seq_len))
-  topk = plan.topk
-  pairs = flops.count_pairs(positions, None, topk)
-  row = flops.train_flops(
-    model, plan.seq_len, pairs, parts.objective.mtp_steps, parts.objective.mtp_fraction,
-    parts.objective.stage,
-  )  # fmt: skip
-  return row * plan.rows

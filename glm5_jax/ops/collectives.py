@@ -58,6 +58,12 @@ def psum(x: Any, *axes: str) -> Any:
   return jax.lax.psum(x, names) if names else x
 
 
+def pmax(x: Any, *axes: str) -> Any:
+  """The maximum over the devices along `axes`."""
+  names = present(*axes)
+  return jax.lax.pmax(x, names) if names else x
+
+
 def pmean(x: Any, *axes: str) -> Any:
   """The mean over the devices along `axes`."""
   names = present(*axes)

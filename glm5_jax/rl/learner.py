@@ -6,21 +6,29 @@ recomputed: its log-probabilities are those of the same forward pass, held const
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
+from glm5_jax.compile import overlap_options
 from glm5_jax.config import ModelConfig
+from glm5_jax.kernels import Implementation, attention
 from glm5_jax.losses import distillation
 from glm5_jax.losses.policy import Experience, PolicyConfig, policy_loss, token_weights
 from glm5_jax.losses.token_logprobs import TokenLogprobs, token_logprobs
+from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import forward
+from glm5_jax.ops import collectives
 from glm5_jax.rl.batch import PolicyBatch
+from glm5_jax.sharding import BATCH, BATCH_AXES, param_specs
 from glm5_jax.train.stages import Stage, merge
 from glm5_jax.train.state import TrainState
+from glm5_jax.train.step import layer_aux
 
 Metrics = dict[str, jax.Array]
 # Section 3.2: the indexer is frozen during RL, so that trainer and engine keep selecting the same keys.
@@ -53,6 +61,7 @@ class Learner:
     advantages: of a micro-batch, from it and the policy's log-probabilities [B, T], held constant.
     old: what pi_old is: the 'policy' before this update, or the one of the 'rollout', whose
       log-probabilities were recorded (the same, on policy).
+    kernels: what computes attention.
   """
 
   policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
@@ -62,20 +71,24 @@ class Learner:
   loss_chunk: int = 1024
   advantages: Callable[[PolicyBatch, jax.Array], jax.Array] = of_episodes
   old: Literal['policy', 'rollout'] = 'policy'
+  kernels: Implementation = 'reference'
 
 
 def _logprobs(
   params: Any, batch: PolicyBatch, config: ModelConfig, learner: Learner
-) -> TokenLogprobs:
-  """Of the targets, at the temperature of sampling."""
-  hidden = forward(
+) -> tuple[TokenLogprobs, jax.Array]:
+  """Of the targets of whole rows, at the temperature of sampling; and pairs that experts dropped."""
+  out = forward(
     params, batch.tokens, config=config, positions=batch.positions, segment_ids=batch.segment_ids,
-    logits=False,
-  ).hidden  # fmt: skip
-  return token_logprobs(
-    hidden, params['lm_head'], batch.targets, temperature=learner.temperature,
-    chunk=learner.loss_chunk,
+    logits=False, options=Options(attend=attention(learner.kernels)),
   )  # fmt: skip
+  head = collectives.gather_weight('lm_head', params['lm_head'], entries=('fsdp', 'tensor'))
+  found = token_logprobs(
+    out.hidden, head, batch.targets, temperature=learner.temperature, chunk=learner.loss_chunk
+  )
+  dropped = layer_aux(out, 'dropped')
+  count = jnp.int32(0) if dropped is None else jnp.sum(dropped)
+  return jax.tree.map(collectives.gather_sequence, found), count
 
 
 def _micros(tree: Any, rows: int) -> Any:
@@ -95,7 +108,7 @@ def make_scorer(
 
     def one(i, found):
       micro = jax.tree.map(lambda a: a[i], micros)
-      return found.at[i].set(_logprobs(params, micro, config, learner).logprob)
+      return found.at[i].set(_logprobs(params, micro, config, learner)[0].logprob)
 
     found = jax.lax.fori_loop(first, last, one, jnp.zeros(micros.tokens.shape, jnp.float32))
     return found.reshape(batch.tokens.shape)
@@ -104,40 +117,57 @@ def make_scorer(
 
 
 def make_policy_step(
-  config: ModelConfig, learner: Learner, tx: optax.GradientTransformation
+  config: ModelConfig,
+  learner: Learner,
+  tx: optax.GradientTransformation,
+  mesh: Mesh | None = None,
 ) -> Callable[[TrainState, PolicyBatch, jax.Array], tuple[TrainState, Metrics]]:
   """The jitted update; it consumes (donates) the state it is given.
 
-  Takes rows in whole micro-batches and how many of these are in use; the rest is padding, which is not
-  computed. An update that is not finite leaves the state as it was and counts in `state.skipped`.
+  Takes rows in whole micro-batches and how many of these are in use (by default all); the rest is
+  padding, which is not computed. An update that is not finite leaves the state as it was and counts in `state.skipped`. With a
+  mesh, state and batch lie on it as in training (`train.step.make_train_step`); the rows of a micro-batch
+  divide by its devices.
 
   Metrics: those of `policy_loss`, loss, entropy (nats, mean over the sampled tokens), grad_norm,
-  tokens (sampled ones), skipped (0 or 1), and with a teacher reverse_kl (nats per token, weighted like
+  tokens (sampled ones), skipped (0 or 1), dropped (token-expert pairs that found no room: then nothing
+  changes if config.expert_overflow is 'error'), and with a teacher reverse_kl (nats per token, weighted like
   the loss: the estimate of KL(policy || teacher) from the policy's own samples).
   """
 
-  def micro_loss(trained, frozen, batch: PolicyBatch, weights):
-    found = _logprobs(merge(trained, frozen), batch, config, learner)
+  def micro_loss(trained, frozen, batch: PolicyBatch, rows: PolicyBatch, weights):
+    """Of a device's tokens, `batch`, and the whole `rows` that they are from."""
+    found, dropped = _logprobs(merge(trained, frozen), batch, config, learner)
     now = jax.lax.stop_gradient(found.logprob)
-    advantages = jax.lax.stop_gradient(learner.advantages(batch, now))
-    old = now if learner.old == 'policy' else batch.rollout
-    experience = Experience(batch.rollout, old, advantages, weights, batch.segment_ids)
+    advantages = jax.lax.stop_gradient(learner.advantages(rows, now))
+    old = now if learner.old == 'policy' else rows.rollout
+    experience = Experience(rows.rollout, old, advantages, weights, rows.segment_ids)
     loss, metrics = policy_loss(found.logprob, experience, learner.policy)
     metrics |= {'loss': loss, 'entropy': jnp.sum(weights * found.entropy)}
-    if batch.teacher is not None:
-      metrics['reverse_kl'] = jnp.sum(weights * (now - batch.teacher))
-    return loss, metrics
+    if rows.teacher is not None:
+      metrics['reverse_kl'] = jnp.sum(weights * (now - rows.teacher))
+    # Devices along `context` have computed the same, each from its tokens.
+    loss = collectives.psum(loss, *BATCH_AXES)
+    metrics = {
+      k: (collectives.pmax if k in _MAXIMA else collectives.psum)(v, *BATCH_AXES)
+      for k, v in metrics.items()
+    }
+    return collectives.share(loss), metrics | {'dropped': dropped}
 
   gradient = jax.value_and_grad(micro_loss, has_aux=True)
+  micro_rows = learner.micro_rows
+  if mesh is not None:
+    micro_rows //= math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
-  def policy_step(state: TrainState, batch: PolicyBatch, filled: jax.Array):
-    trained, frozen = STAGE.split(state.params)
-    all_weights = token_weights(batch.mask, batch.segment_ids, per=learner.per)
-    micros, weights = _micros((batch, all_weights), learner.micro_rows)
+  def gradients(trained, frozen, batch: PolicyBatch, filled):
+    """Gradients, metrics and how many tokens count; on a mesh, per device."""
+    filled = len(batch.tokens) // micro_rows if filled is None else filled
+    rows = jax.tree.map(collectives.gather_sequence, batch)
+    all_weights = token_weights(rows.mask, rows.segment_ids, per=learner.per)
+    micros = _micros((batch, rows, all_weights), micro_rows)
 
     def micro_step(i):
-      micro, w = jax.tree.map(lambda a: a[i], (micros, weights))
-      (_, metrics), grads = gradient(trained, frozen, micro, w)
+      (_, metrics), grads = gradient(trained, frozen, *jax.tree.map(lambda a: a[i], micros))
       return grads, metrics
 
     def accumulate(i, total):
@@ -151,14 +181,27 @@ def make_policy_step(
     shapes = jax.eval_shape(micro_step, jnp.int32(0))
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     grads, metrics = jax.lax.fori_loop(0, filled, accumulate, start)
+    tokens = collectives.psum(jnp.sum(rows.mask), *BATCH_AXES)
+    return collectives.reduce_gradients(grads), metrics, tokens
+
+  def policy_step(state: TrainState, batch: PolicyBatch, filled: jax.Array | None = None):
+    trained, frozen = STAGE.split(state.params)
+    specs, everywhere = param_specs(trained, mesh), PartitionSpec()
+    on_devices = collectives.on_mesh(
+      gradients, mesh, (specs, param_specs(frozen, mesh), BATCH, everywhere),
+      (specs, everywhere, everywhere),
+    )  # fmt: skip
+    grads, metrics, tokens = on_devices(trained, frozen, batch, filled)
 
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(metrics['loss']) & jnp.isfinite(grad_norm)
+    if config.expert_overflow == 'error':
+      finite &= metrics['dropped'] == 0
     updates, opt_state = tx.update(grads, state.opt_state, trained)
     params = merge(optax.apply_updates(trained, updates), frozen)
     keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
     bad = 1 - finite.astype(jnp.int32)
-    metrics |= {'grad_norm': grad_norm, 'tokens': jnp.sum(batch.mask), 'skipped': bad}
+    metrics |= {'grad_norm': grad_norm, 'tokens': tokens, 'skipped': bad}
     state = dataclasses.replace(
       state, step=state.step + 1, skipped=state.skipped + bad,
       params=jax.tree.map(keep, params, state.params),
@@ -166,4 +209,5 @@ def make_policy_step(
     )  # fmt: skip
     return state, metrics
 
-  return jax.jit(policy_step, donate_argnums=0)
+  options = overlap_options(collectives.platform())
+  return jax.jit(policy_step, donate_argnums=0, compiler_options=options)

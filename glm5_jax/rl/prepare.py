@@ -86,8 +86,8 @@ def _hashable(value: Any) -> Any:
   return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def prepare_rl(config: Mapping[str, Any]) -> Parts:
-  """The parts of a run.
+def prepare_rl(config: Mapping[str, Any], one_device: bool = True) -> Parts:
+  """The parts of a run, which has one device; or of its updates alone, which need not.
 
   Raises:
     ConfigError: a value is impossible.
@@ -97,7 +97,8 @@ def prepare_rl(config: Mapping[str, Any]) -> Parts:
     raise ConfigError(f'unknown RL stage {config["stage"]!r}, known are {list(STAGES)}')
   if rl['advantage'] not in ADVANTAGES:
     raise ConfigError(f'rl.advantage={rl["advantage"]!r} is none of {sorted(ADVANTAGES)}')
-  if wanted := {axis: size for axis, size in config['mesh'].items() if size != 1}:
+  wanted = {axis: size for axis, size in config['mesh'].items() if size != 1}
+  if wanted and one_device:
     raise ConfigError(f'mesh={wanted}: RL runs on one device so far; leave every size at 1')
   advantage = ADVANTAGES[rl['advantage']]
   try:
@@ -109,6 +110,7 @@ def prepare_rl(config: Mapping[str, Any]) -> Parts:
         PolicyConfig(**dict(rl['policy'].items())), rl['per'], play.settings.temperature,
         rl['micro_rows'],
         advantages=of_teacher if advantage is None else of_episodes,
+        kernels=config['train']['kernels'],
       ),
       play,
       make_environments(rl['environments']),

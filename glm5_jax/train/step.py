@@ -93,7 +93,7 @@ class Numbers(NamedTuple):
   topk: jax.Array | None = None
 
 
-def _layer_aux(out: Output, name: str) -> jax.Array | None:
+def layer_aux(out: Output, name: str) -> jax.Array | None:
   """[layers, ...] of one auxiliary result in layer order, MTP steps last; None if there is none."""
   blocks = [aux for key, stack in out.aux.items() if key != 'mtp' for aux in stack.values()]
   parts = [aux[name] for aux in [*blocks, out.aux.get('mtp', {})] if name in aux]
@@ -122,12 +122,12 @@ def loss_and_metrics(
   metrics: Metrics = {}
   if objective.stage.main:
     loss, metrics = _language_loss(params['lm_head'], out, batch, numbers, config, objective)
-  kl = _layer_aux(out, 'kl')
+  kl = layer_aux(out, 'kl')
   if kl is not None:
     metrics['indexer_kl'] = jnp.mean(kl) * numbers.share
     loss += objective.indexer_loss_weight * jnp.sum(kl) * numbers.share
   metrics['loss'] = loss
-  dropped = _layer_aux(out, 'dropped')
+  dropped = layer_aux(out, 'dropped')
   if dropped is not None:
     metrics['dropped'] = jnp.sum(dropped)
   loads = _router_loads(out)
@@ -182,7 +182,7 @@ def _language_loss(
   metrics = {'ce': main.nll / numbers.totals[0], 'accuracy': main.correct / numbers.totals[0]}
   if mtp:
     metrics['mtp_ce'] = jnp.stack([sums.loss for sums in mtp]) / numbers.totals[1 : steps + 1]
-  balance = _layer_aux(out, 'balance_loss')
+  balance = layer_aux(out, 'balance_loss')
   if balance is not None:
     metrics['balance_loss'] = jnp.mean(balance) * numbers.share
     loss += objective.balance_loss_weight * metrics['balance_loss']
@@ -372,7 +372,7 @@ def make_eval_step(
     if mtp:
       sums['mtp_nll'] = jnp.stack([m.nll for m in mtp])
       sums['mtp_tokens'] = jnp.stack([m.weight for m in mtp])
-    per_layer = _layer_aux(out, 'recall')
+    per_layer = layer_aux(out, 'recall')
     if per_layer is not None:
       sums['recall'] = per_layer * valid
     return sums

@@ -9,6 +9,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import aot_table
 from experiments import run
+from glm5_jax import sharding
+from glm5_jax.modules.model import abstract_params
+from glm5_jax.rl.prepare import prepare_rl
 from glm5_jax.sharding import AXES
 from glm5_jax.train import placement
 from glm5_jax.train.prepare import prepare
@@ -31,7 +34,6 @@ def test_a_case_divides(name, monkeypatch):
   case = aot_table.CASES[name]
   arguments = [a for a in case.command()[3:] if a.startswith('--config')]
   config, _ = run.parse(['run', *arguments, '--workdir=none'])
-  parts = prepare(config)
   kind, _, shape = case.topology.partition(':')
   chips = math.prod(map(int, shape.split('x')))
   assert f'{chips} {kind}' in name
@@ -40,7 +42,15 @@ def test_a_case_divides(name, monkeypatch):
   sizes = [devices // -math.prod(sizes) if n == -1 else n for n in sizes]
   assert math.prod(sizes) == devices
   mesh = AbstractMesh(tuple(sizes), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-  placement.check(mesh, parts.model, parts.objective, parts.plan)
+  if 'rl' in config:
+    parts = prepare_rl(config, one_device=False)
+    sharding.param_shardings(abstract_params(parts.model), mesh)
+    dealt = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES)
+    assert config.rl.micro_rows % dealt == 0 == config.rl.groups * config.rl.group_size % dealt
+    assert config.rl.seq_len % (2 * mesh.shape['context']) == 0
+  else:
+    parts = prepare(config)
+    placement.check(mesh, parts.model, parts.objective, parts.plan)
 
 
 def test_rows():
