@@ -29,6 +29,9 @@ _GROUPED = ('ragged-dot', 'tgmm')  # XLA's grouped matmul; JAX's for its weights
 FUSED_START, FUSED_DONE = 'async-collective-start', 'async-collective-done'
 # Change a part of their first operand; which operand is the part.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
+# Kernels that fetch rows of an operand as the data say, some many times; by their own estimate.
+_FETCHING = ('indexer_', 'sparse_mla_')
+_ESTIMATED_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 
 
@@ -417,6 +420,10 @@ def _traffic(
   opcode = instruction.opcode
   if opcode in _FREE or opcode.endswith('-done') or opcode.startswith('async'):
     return 0.0
+  if instruction.name.startswith(_FETCHING) and (
+    moved := _ESTIMATED_BYTES.search(instruction.text)
+  ):
+    return float(moved[1])
   operands = [computation[name] for name in instruction.operands if name in computation]
   if opcode in _SLICES:
     return 2 * _hbm(instruction.result)

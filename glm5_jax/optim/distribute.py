@@ -84,7 +84,7 @@ def map_matrices(
         out[i] = _from_matrices(part, orders[i], shards[i].shape)
     return out
 
-  if not sizes:
+  if AxisType.Explicit not in mesh.axis_types:
     return local(*arrays)
   return jax.shard_map(local, in_specs=tuple(specs), out_specs=specs, check_vma=False)(*arrays)
 

@@ -21,6 +21,7 @@ consecutive too (`PART`):
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -664,6 +665,20 @@ def indexer_topk(
 
   lane_spec = pl.BlockSpec((1, 1, 1, _LANES), per_block)
   rows = layout.parts * PART
+  out_shape = [
+    jax.ShapeDtypeStruct((batch, layout.blocks * block_q, layout.slots), jnp.int32),
+    jax.ShapeDtypeStruct((batch, layout.blocks, 1, _LANES), jnp.float32),
+  ]
+  # A causal sequence: blocks see half of the keys on average, in whole steps.
+  seen = (layout.parts * PART + STEP) * groups // 2
+  read = batch * layout.blocks * seen
+  cost = pl.CostEstimate(
+    flops=2 * read * block_q * math.prod(q.shape[2:]),
+    transcendentals=0,
+    # Segments take a padded tile: 4 KiB for 256 keys.
+    bytes_accessed=read * (q.shape[3] * q.dtype.itemsize + 16)
+    + sum(x.size * jnp.dtype(x.dtype).itemsize for x in (*queries, *out_shape)),
+  )
   indices, threshold = pl.pallas_call(
     functools.partial(_kernel, layout=layout),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -692,10 +707,8 @@ def indexer_topk(
         pltpu.VMEM((_SUBLANES, _LANES), jnp.int32),
       ],
     ),
-    out_shape=[
-      jax.ShapeDtypeStruct((batch, layout.blocks * block_q, layout.slots), jnp.int32),
-      jax.ShapeDtypeStruct((batch, layout.blocks, 1, _LANES), jnp.float32),
-    ],
+    out_shape=out_shape,
+    cost_estimate=cost,
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'parallel', 'arbitrary'), vmem_limit_bytes=vmem
     ),

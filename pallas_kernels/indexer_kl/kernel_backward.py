@@ -214,6 +214,12 @@ def backward(
     'write_sem': pltpu.SemaphoreType.DMA,
   }
   names = (*inputs, 'd_index_q', 'd_weights', 'sums', *scratch)
+  width = b.heads * sizes.width + 3 * sizes.index_heads * sizes.index_dim
+  out_shape = [
+    jax.ShapeDtypeStruct(index_q.shape, jnp.float32),
+    jax.ShapeDtypeStruct(weights.shape, jnp.float32),
+    jax.ShapeDtypeStruct(sums.shape, jnp.float32),
+  ]
   return pl.pallas_call(
     functools.partial(_kernel, sizes, names=names),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -225,11 +231,11 @@ def backward(
       ],
       scratch_shapes=list(scratch.values()),
     ),
-    out_shape=[
-      jax.ShapeDtypeStruct(index_q.shape, jnp.float32),
-      jax.ShapeDtypeStruct(weights.shape, jnp.float32),
-      jax.ShapeDtypeStruct(sums.shape, jnp.float32),
-    ],
+    out_shape=out_shape,
+    cost_estimate=b.cost(
+      masks, width, b.key_bytes + 2 * 4 * sizes.index_dim, q, lse, index_q, weights, per_query,
+      *out_shape[:2],
+    ),
     input_output_aliases={3 + list(inputs).index('sums_in'): 2},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),

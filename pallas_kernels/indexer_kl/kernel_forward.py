@@ -153,6 +153,9 @@ def forward(
     'state': pltpu.VMEM((STATE_ROWS, LANES), jnp.float32),
   }
   names = (*inputs, 'out', *scratch)
+  b = sizes.blocks
+  width = b.heads * sizes.width + sizes.index_heads * sizes.index_dim
+  out = jax.ShapeDtypeStruct((total, STATE_ROWS, LANES), jnp.float32)
   return pl.pallas_call(
     functools.partial(_kernel, sizes, names=names),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -164,7 +167,8 @@ def forward(
       ),
       scratch_shapes=list(scratch.values()),
     ),
-    out_shape=jax.ShapeDtypeStruct((total, STATE_ROWS, LANES), jnp.float32),
+    out_shape=out,
+    cost_estimate=b.cost(masks, width, b.key_bytes, q, lse, index_q, weights, out),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
       disable_bounds_checks=True,

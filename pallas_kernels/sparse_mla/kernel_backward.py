@@ -261,6 +261,9 @@ def backward(
   else:
     scratch['total'] = pltpu.VMEM((sequence_keys, blocks.features), jnp.float32)
   names = (*inputs, 'dq', 'sums', *scratch)
+  width = blocks.heads * (3 * blocks.features + 2 * blocks.latent)
+  # A gathered row's gradient is read and written by every block, a sequence's once.
+  gradient = 2 * 4 * blocks.features if blocks.gather else 0
   return pl.pallas_call(
     functools.partial(_kernel, blocks, names=names),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -274,6 +277,10 @@ def backward(
       jax.ShapeDtypeStruct((q.shape[0], blocks.features), blocks.dtype),
       jax.ShapeDtypeStruct(sums.shape, jnp.float32),
     ],
+    cost_estimate=blocks.cost(
+      masks, width, blocks.key_bytes + gradient, q, q, dout, lse, delta,
+      *([] if blocks.gather else [sums, sums]),
+    ),
     input_output_aliases={3 + list(inputs).index('sums_in'): 1},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
@@ -282,4 +289,4 @@ def backward(
     ),
     interpret=interpret,
     name='sparse_mla_backward',
-  )(starts, counts, base, *[value for _, value in inputs.values()])
+  )(starts, counts, base, *[value for _, value in inputs.values()])  # fmt: skip

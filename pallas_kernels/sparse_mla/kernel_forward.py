@@ -133,6 +133,11 @@ def forward(
     'acc': pltpu.VMEM((blocks.rows, blocks.latent), jnp.float32),
   }
   names = (*inputs, 'out', 'lse', *scratch)
+  out_shape = [
+    jax.ShapeDtypeStruct((q.shape[0], blocks.latent), blocks.dtype),
+    jax.ShapeDtypeStruct((total, 1, blocks.rows), jnp.float32),
+  ]
+  width = blocks.heads * (blocks.features + blocks.latent)
   return pl.pallas_call(
     functools.partial(_kernel, blocks, names=names),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -145,10 +150,8 @@ def forward(
       ],
       scratch_shapes=list(scratch.values()),
     ),
-    out_shape=[
-      jax.ShapeDtypeStruct((q.shape[0], blocks.latent), blocks.dtype),
-      jax.ShapeDtypeStruct((total, 1, blocks.rows), jnp.float32),
-    ],
+    out_shape=out_shape,
+    cost_estimate=blocks.cost(masks, width, blocks.key_bytes, q, *out_shape),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
       disable_bounds_checks=True,

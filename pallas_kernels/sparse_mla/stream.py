@@ -77,6 +77,38 @@ class Blocks:
       }
     return buffers | {'keys': pltpu.VMEM((2, self.keys, self.features), self.dtype)}
 
+  def cost(self, masks, width: int, per_key: int, *streamed) -> pl.CostEstimate:
+    """What a call costs, for the compiler and for those who read its program.
+
+    How many keys a block of queries reads depends on the data. Counted are, gathered, as many as one
+    query selects, as if those of a block selected the same; all of a list of runs of rows; and half
+    of a whole sequence.
+
+    Args:
+      masks: [G, chunks, 1, C].
+      width: multiply-adds of a pair of query and key.
+      per_key: bytes that a block moves for a key besides its row of `masks` and `lists`.
+      streamed: arrays that are read or written once.
+    """
+    blocks, slots = masks.shape[0], masks.shape[1] * masks.shape[3]
+    if self.gather:
+      keys = slots // self.queries if self.granule == 1 else slots
+    else:
+      keys = (slots + masks.shape[3]) // 2
+    pairs = blocks * self.queries * keys
+    once = sum(x.size * jnp.dtype(x.dtype).itemsize for x in streamed)
+    return pl.CostEstimate(
+      flops=2 * pairs * width,
+      transcendentals=pairs * self.heads,
+      bytes_accessed=blocks * keys * (per_key + 8) + once,
+    )
+
+  @property
+  def key_bytes(self) -> int:
+    """Of a row of keys as a kernel reads it."""
+    row = 4 * self.words if self.gather else self.features * self.dtype.itemsize
+    return int(row)
+
 
 def each_row(b: Blocks, begin: int, end: int, start: Callable[[Any], None]) -> None:
   """Calls `start` for rows [begin, end), unrolled so that matmuls and scalar work share bundles."""

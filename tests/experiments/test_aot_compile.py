@@ -184,6 +184,19 @@ ENTRY %main (x: bf16[64,8], w: bf16[4,8,16]) -> bf16[64,16] {
   assert hlo.measure(text, filled=0.5).flops == 64 * 8 * 16
 
 
+def test_kernels_that_fetch_rows_say_what_they_cost():
+  """By their own estimate, FLOPs and bytes; of others what their operands have."""
+  call = """
+ENTRY %main (x: bf16[64,8]) -> bf16[64,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  ROOT %NAME.3 = bf16[64,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"9000","transcendentals":"5","bytes_accessed":"70000"}}}
+}
+"""
+  sparse, other = (hlo.measure(call.replace('NAME', n)) for n in ('sparse_mla_forward', 'gmm'))
+  assert sparse.flops == other.flops == 9000
+  assert (sparse.bytes, other.bytes) == (70000, 2 * 2 * 64 * 8)
+
+
 def test_which_collectives_can_overlap():
   """Those that are started and awaited, alone or as a computation that runs beside the others."""
   text = """

@@ -220,6 +220,20 @@ def test_eight_devices(body):
   print(run_on_devices(body))
 
 
+def test_a_mesh_of_one_device():
+  """Its shardings name axes too, of size 1: so is a step compiled for one chip."""
+  config = _uneven()
+  mesh = sharding.make_mesh({}, jax.devices()[:1])
+  params, gradients = _draw(config, 0), _draw(config, 1)
+  tx = muon_split(0.1)
+  want, _ = tiny.fast_jit(tx.update)(gradients, tx.init(params), params)
+  with jax.set_mesh(mesh):
+    update, arguments = _compiled(config, mesh)
+    got, _ = update(*arguments)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_hlo_reader():
   """Against FLOPs known by hand: a product in a loop of 3 in a loop of 5, and one outside."""
 
