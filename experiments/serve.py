@@ -44,6 +44,8 @@ def _define() -> flags.FlagValues:
                        flag_values=values)  # fmt: skip
   flags.DEFINE_integer('pages', 1025, 'Pages of the cache, 64 tokens each.', 2, flag_values=values)
   flags.DEFINE_integer('draft_steps', 0, 'Tokens drafted by the MTP layer.', 0, 7, values)
+  flags.DEFINE_enum('kernels', 'reference', ('reference', 'pallas'),
+                    'Of attention: plain jax, or the TPU kernels.', values)  # fmt: skip
   flags.DEFINE_integer('max_body_mb', 8, 'Megabytes of a request.', 1, flag_values=values)
   flags.DEFINE_float('timeout', 600.0, 'Seconds for an answer.', 0.001, flag_values=values)
   flags.DEFINE_integer('drain_seconds', 30, 'Seconds to finish in when told to end.', 1,
@@ -214,6 +216,7 @@ def _serve(values: flags.FlagValues, folder: pathlib.Path, key: str) -> None:
           max_length=values.max_length,
           max_sequences=values.max_sequences,
           draft_steps=values.draft_steps,
+          kernels=values.kernels,
         ),
         version=version,
       )

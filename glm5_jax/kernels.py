@@ -14,11 +14,16 @@ import jax.numpy as jnp
 import pallas_kernels
 from glm5_jax.config import ModelConfig
 from glm5_jax.ops import chunks, collectives, mla, sparse_attention
+from glm5_jax.ops.pages import PagedCache, PagedKeys, PagedLatents
 from glm5_jax.shapes import Keys
 from pallas_kernels import residuals
+from pallas_kernels.sparse_mla import pack_pages, paged, read_pages, unpack_pages, write_pages
 
 # 'reference' is plain jax on any backend, 'pallas' the TPU kernels.
 Implementation = Literal['reference', 'pallas']
+
+# Keys that the kernels of decoding read at a time; the indexer's are a multiple.
+PAGES_DIVIDE = paged.CHUNK['dense']
 
 # The kernels stand alone, and name what they leave by themselves.
 assert residuals.ATTENTION == chunks.ATTENTION
@@ -31,6 +36,80 @@ def attention(implementation: Implementation) -> Callable[..., Any]:
   return attend if implementation == 'pallas' else sparse_attention.attend
 
 
+class PackedCache(PagedCache):
+  """A `PagedCache` that `attend` decodes from: latents are packed, rows are written before a layer attends.
+
+  `latent` is [layers, P, page_size, 1, W] uint32, rows that one copy fetches.
+  """
+
+  __slots__ = ()
+
+  @property
+  def written_first(self) -> bool:
+    return True
+
+  @staticmethod
+  def pack(new: mla.Latents) -> jax.Array:
+    """[B, T, 1, W] uint32."""
+    return pack_pages(jnp.concatenate(new, axis=-1), new.c.shape[-1])
+
+  @staticmethod
+  def unpack(rows: jax.Array, like: mla.Latents) -> mla.Latents:
+    """Rows [..., 1, W] of the pool as latents, of the widths and dtype of `like`."""
+    widths = like.c.shape[-1], like.k_rope.shape[-1]
+    both = unpack_pages(rows, *widths, like.c.dtype)
+    return mla.Latents(*jnp.split(both, widths[:1], axis=-1))
+
+  @staticmethod
+  def get(pool, layer, page, offset=None) -> jax.Array:
+    """As the base class does; of packed rows on a TPU, where that copies the pool, by a kernel."""
+    if pool.dtype != jnp.uint32:
+      return PagedCache.get(pool, layer, page, offset)
+    where = [(layer * pool.shape[1] + page).reshape(-1)]
+    where += [] if offset is None else [offset.reshape(-1)]
+    found = _on_tpu_or_not(read_pages, pool.reshape(-1, *pool.shape[2:]), *where)
+    return found.reshape(*page.shape, *found.shape[1:])
+
+  @staticmethod
+  def put(pool, rows, layer, page, offset) -> jax.Array:
+    """As the base class does; of packed rows on a TPU by a kernel, and nothing into page 0."""
+    if pool.dtype != jnp.uint32:
+      return PagedCache.put(pool, rows, layer, page, offset)
+    page = jnp.where(page > 0, layer * pool.shape[1] + page, -1)
+    where = [jnp.broadcast_to(a, rows.shape[:3]).reshape(-1) for a in (page, offset)]
+    rows = rows.reshape(-1, *rows.shape[3:])
+    written = _on_tpu_or_not(write_pages, pool.reshape(-1, *pool.shape[2:]), rows, *where)
+    return written.reshape(pool.shape)
+
+
+def _on_tpu_or_not(op: Callable[..., Any], *args: jax.Array) -> Any:
+  """`op` by its kernel where the program is for a TPU, by its reference elsewhere."""
+  on_tpu = functools.partial(op, implementation='tpu')
+  return jax.lax.platform_dependent(*args, tpu=on_tpu, default=op)
+
+
+def paged_cache(implementation: Implementation) -> type[PagedCache]:
+  """The kind of paged cache that `attention(implementation)` decodes from."""
+  return PackedCache if implementation == 'pallas' else PagedCache
+
+
+def check_paged(implementation: Implementation, config: ModelConfig, page_size: int) -> None:
+  """Whether `attend` can decode from such pages.
+
+  Raises:
+    ValueError: it cannot, or there is no such implementation.
+  """
+  attention(implementation)
+  if implementation == 'pallas' and not config.sparse_attention:
+    raise ValueError(
+      "kernels='pallas' decodes with sparse attention only: dense attention needs kernels='reference'"
+    )
+  if implementation == 'pallas' and PAGES_DIVIDE % page_size:
+    raise ValueError(
+      f"kernels='pallas' needs a page_size that divides {PAGES_DIVIDE}, not {page_size}"
+    )
+
+
 @functools.cache
 def interpreted(params: Any) -> Callable[..., Any]:
   """The kernels as an interpreter runs them, without a TPU; `params` as `pallas_call` takes them."""
@@ -40,7 +119,7 @@ def interpreted(params: Any) -> Callable[..., Any]:
 def attend(
   p: Any,
   q: mla.Queries,
-  latents: mla.Latents,
+  latents: mla.Latents | PagedLatents,
   keys: Keys,
   index: sparse_attention.Index | None,
   selection: jax.Array | None,
@@ -52,6 +131,9 @@ def attend(
   interpret: Any = False,
 ) -> tuple[jax.Array, dict[str, Any]]:
   """`sparse_attention.attend` by kernels: same arguments, same results.
+
+  One to eight tokens read what they select out of the pages of a `PackedCache`, of which they may see
+  all up to their own slot; longer chunks are prefill, whose keys are fetched out of them first.
 
   Raises:
     ValueError: for what the kernels do not compute: recall, captured scores, a changing k, a prescribed
@@ -71,6 +153,12 @@ def attend(
     raise ValueError(f"the attention kernels do not do {wanted}: use kernels='reference'")
   if dense:
     return _dense(p, q, latents.all(), keys, index if request.kl else None, config, interpret)
+  if isinstance(latents, PagedLatents) and isinstance(latents.cache, PackedCache):
+    if q.nope.shape[1] <= paged.MAX_QUERIES:
+      out, selection = _paged(p, q, latents, keys, index, selection, config, interpret)
+      return out, {'selection': selection} if request.selection else {}
+  if index is not None:
+    index = index.read()
   if selection is None:
     assert index is not None  # A layer without an indexer is given a selection.
     selection, _ = pallas_kernels.indexer_topk(
@@ -91,6 +179,33 @@ def attend(
   if request.selection:
     aux['selection'] = selection
   return mla.unabsorb(p, out), aux
+
+
+def _paged(
+  p: Any,
+  q: mla.Queries,
+  latents: PagedLatents,
+  keys: Keys,
+  index: sparse_attention.Index | None,
+  selection: jax.Array | None,
+  config: ModelConfig,
+  interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of 1 to 8 new tokens, whose rows the pool holds already, and their selection."""
+  if selection is None:
+    assert index is not None and isinstance(index.keys, PagedKeys)
+    pool, table = index.keys.cache.pages('index_k', index.keys.layer)
+    last = jnp.where(keys.q_segment > 0, keys.q_slot, -1)  # Padding sees nothing.
+    selection, _ = pallas_kernels.indexer_topk_paged(
+      index.queries.q, index.queries.w, pool, table, last, config.index_topk,
+      implementation='tpu', interpret=interpret,
+    )  # fmt: skip
+  pool, table = latents.cache.pages('latent', latents.layer)
+  out, _ = pallas_kernels.sparse_mla_paged(
+    mla.absorb(p, q), pool, table, selection, config.attention_scale, config.kv_lora_rank,
+    implementation='tpu', interpret=interpret,
+  )  # fmt: skip
+  return mla.unabsorb(p, out), selection
 
 
 def _dense(

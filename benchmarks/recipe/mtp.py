@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.recipe import runs
 from glm5_jax.config import ModelConfig
 from glm5_jax.infer import cache, sampling, speculative
-from glm5_jax.modules.attention import PagedCache
+from glm5_jax.ops.pages import PagedCache
 from glm5_jax.train.evaluate import evaluate
 from glm5_jax.train.step import Objective, make_eval_step
 

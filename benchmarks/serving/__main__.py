@@ -83,7 +83,7 @@ def _pod(args: argparse.Namespace) -> tuple[dict[str, Any], str, str]:
   from glm5_jax.train.prepare import ConfigError
 
   try:
-    result = pod.measure(args.topology, args.context, (args.batch or [32])[0])
+    result = pod.measure(args.topology, args.context, (args.batch or [32])[0], args.kernels)
   except ConfigError as e:
     sys.exit(f'serving: {e}')
   return result, pod.table(result), '' if result['fits'] else 'does not fit'
@@ -107,6 +107,9 @@ def main() -> int:
   parser.add_argument('--checkpoint', default='', help='for drafting: the folder of a training run')
   parser.add_argument('--temperature', type=float, default=0.0, help='of drafting')
   parser.add_argument('--topology', default='v5p:4x4x4', help='of pod')
+  parser.add_argument(
+    '--kernels', default='reference', choices=('reference', 'pallas'), help='of pod'
+  )
   parser.add_argument('--context', type=int, default=8192, help='of pod: tokens of every row')
   args = parser.parse_args()
   if min([args.repeats, *(args.batch or [])]) < 1 or args.requests < 10:

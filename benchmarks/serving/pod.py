@@ -5,6 +5,7 @@ on each. bfloat16 weights and cache, greedy, one new token a row, all rows of th
 four times an even load of the experts.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -18,28 +19,34 @@ from glm5_jax.aot import hlo, program
 from glm5_jax.aot import step as steps
 from glm5_jax.aot.chips import roofline
 from glm5_jax.config import ModelConfig, glm5
+from glm5_jax.infer.cache import init_pool
 from glm5_jax.infer.programs import without_gradients
-from glm5_jax.modules.attention import PagedCache
+from glm5_jax.kernels import Implementation, attention, paged_cache
+from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import abstract_params, forward, unembed
 from glm5_jax.ops import collectives
 
 PAGE = 64
 
 
-def decode(config: ModelConfig, params: Any, latent, index_k, table, length, tokens):
+def decode(
+  config: ModelConfig, kernels: Implementation, params: Any, latent, index_k, table, length, tokens
+):
   """The next token of every row, and the pool with this one's latents."""
-  cache = PagedCache(latent, index_k, table, length)
-  out = forward(params, tokens, config=config, cache=cache, logits=False)
+  cache = paged_cache(kernels)(latent, index_k, table, length)
+  options = Options(attend=attention(kernels))
+  out = forward(params, tokens, config=config, cache=cache, options=options, logits=False)
   chosen = jnp.argmax(unembed(params, out.hidden), axis=-1)
   return chosen, out.cache.latent, out.cache.index_k
 
 
-def lower(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int) -> Any:
+def lower(
+  config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int, kernels: Implementation
+) -> Any:
   """`decode` for `rows` rows a device after `context` tokens, without a single array."""
   config = without_gradients(config).replace(scan_unroll=1)
   devices, pages = mesh.size, -(-(context + 1) // PAGE)
   params = sharding.abstract_params(abstract_params(config), mesh)
-  indexers = sum(block.indexer == 'full' for block in config.blocks)
   split = P(None, 'expert'), P('expert')
 
   def where(spec, ndim):
@@ -50,35 +57,41 @@ def lower(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int)
   def struct(spec, *shape, dtype='int32'):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where(spec, len(shape)))
 
-  slots = devices * (1 + rows * pages), PAGE  # Page 0 is nobody's.
-  width = config.kv_lora_rank + config.qk_rope_head_dim
+  held = devices * (1 + rows * pages)  # Page 0 is nobody's.
+  empty = jax.eval_shape(functools.partial(init_pool, config, held, PAGE, kernels=kernels))
+  pool = [struct(split[0], *a.shape, dtype=a.dtype) for a in (empty.latent, empty.index_k)]
   arguments = (
-    struct(split[0], len(config.blocks), *slots, width, dtype=config.dtype),
-    struct(split[0], indexers, *slots, config.index_head_dim, dtype=config.dtype),
+    *pool,
     struct(split[1], devices * rows, pages), struct(split[1], devices * rows),
     struct(split[1], devices * rows, 1),
   )  # fmt: skip
   specs = sharding.param_specs(params, mesh), split[0], split[0], *(split[1],) * 3
 
   def on_device(params, *cache):
-    return decode(config, params, *cache)
+    return decode(config, kernels, params, *cache)
 
   body = collectives.on_mesh(on_device, mesh, specs, (split[1], split[0], split[0]))
   with jax.set_mesh(mesh):
-    pool = where(split[0], 4)
-    outputs = NamedSharding(mesh, split[1]), pool, pool
+    outputs = NamedSharding(mesh, split[1]), *(where(split[0], a.ndim) for a in pool)
     step = jax.jit(body, donate_argnums=(1, 2), out_shardings=outputs)
     traced = step.trace(params, *arguments)
     return traced.lower(lowering_platforms=('tpu',))
 
 
-def measure(topology_name: str, context: int, rows: int, **changes: Any) -> dict[str, Any]:
+def measure(
+  topology_name: str,
+  context: int,
+  rows: int,
+  kernels: Implementation = 'reference',
+  **changes: Any,
+) -> dict[str, Any]:
   """What the compiled step needs, and tokens a second of a chip by its roofline.
 
   Args:
     topology_name: 'v5p:4x4x4' and the like; the number of its devices divides the experts.
     context: tokens of every row.
     rows: of a device; tpu7x has two devices a chip.
+    kernels: of attention, as the engine's.
     changes: of the model.
 
   Raises:
@@ -92,12 +105,13 @@ def measure(topology_name: str, context: int, rows: int, **changes: Any) -> dict
   config = glm5(**sizes | changes)
   topology = steps.find_topology(topology_name)
   mesh = sharding.make_mesh({'expert': len(topology.devices)}, topology.devices)
-  found = program.planned(lower(config, mesh, rows, context))
+  found = program.planned(lower(config, mesh, rows, context, kernels))
   work = hlo.measure(found.text, steps.filled_rows(config, mesh.size))
   chip = topology.device
   bound = roofline(chip, work.flops, work.bytes, sum(c.sent for c in work.collectives.values()))
   return {
     'topology': topology.name, 'chips': topology.chips, 'devices': mesh.size, 'context': context,
+    'kernels': kernels,
     'rows_per_device': rows, 'argument_bytes': found.argument_bytes, 'peak_bytes': found.peak_bytes,
     'fits': found.peak_bytes <= chip.hbm_bytes, 'flops': work.flops, 'bytes': work.bytes,
     'roofline_seconds': bound._asdict(),
@@ -113,10 +127,10 @@ def table(result: dict[str, Any]) -> str:
   from benchmarks.serving import runs
 
   bound, speed = result['roofline_seconds'], result['tokens_per_second_per_chip']
-  head = ('context', 'slice', 'rows a chip', 'memory of a device, GB', 'compute, ms', 'HBM, ms',
+  head = ('attention', 'context', 'slice', 'rows a chip', 'memory of a device, GB', 'compute, ms', 'HBM, ms',
           'network, ms', 'tokens/s a chip, at once', 'one after another')  # fmt: skip
   return runs.markdown(head, [(
-    result['context'], result['topology'], result['rows_per_device'] * result['devices'] // result['chips'],
+    result['kernels'], result['context'], result['topology'], result['rows_per_device'] * result['devices'] // result['chips'],
     result['peak_bytes'] / 1e9, *(1e3 * bound[k] for k in ('compute', 'memory', 'network')),
     speed['overlapped'], speed['serial'],
   )])  # fmt: skip

@@ -29,9 +29,6 @@ _GROUPED = ('ragged-dot', 'tgmm')  # XLA's grouped matmul; JAX's for its weights
 FUSED_START, FUSED_DONE = 'async-collective-start', 'async-collective-done'
 # Change a part of their first operand; which operand is the part.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
-# Kernels that fetch rows of an operand as the data say, some many times; by their own estimate.
-_FETCHING = ('indexer_', 'sparse_mla_')
-_ESTIMATED_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 
 
@@ -100,7 +97,7 @@ def measure(text: str, filled: float = 1.0) -> Work:
   Counted are products of matrices, in FLOPs of two a multiply-add; those of custom calls by their
   own estimate, or of XLA's grouped matmul by its shapes. Bytes are those of every operand and
   result of what is not fused, of slices and in-place updates only the part they touch: an estimate,
-  as what stays in caches is not known.
+  as what stays in caches is not known. Of custom calls they are their own estimate, where there is one.
 
   Args:
     text: the program.
@@ -341,8 +338,8 @@ def _taps(length: int, outputs: int, size: int, stride: int, low: int, spread: i
 
 def _kernel_flops(instruction: Instruction, computation: Computation) -> float:
   """A kernel's own estimate; of XLA's grouped matmul all rows of its buffer."""
-  if found := re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.text):
-    return float(found[1])
+  if (own := _estimate(instruction, 'flops')) is not None:
+    return own
   if instruction.name.startswith('ragged-dot') and 'metadata' not in instruction.name:
     shapes = [computation[name].result[0].shape for name in instruction.operands]
     rows = next((s for s in shapes if len(s) == 2), None)
@@ -351,6 +348,14 @@ def _kernel_flops(instruction: Instruction, computation: Computation) -> float:
   if found := re.match(r'splash_mha_(fwd|dq|dkv)', instruction.name):
     return _splash_flops(found[1], instruction, computation)
   return 0.0
+
+
+def _estimate(instruction: Instruction, of: str) -> float | None:
+  """A number of a kernel's own estimate. XLA's is of its grouped matmul's FLOPs alone."""
+  if of != 'flops' and instruction.name.startswith(_GROUPED):
+    return None
+  found = re.search(rf'"cost_estimate":\{{[^}}]*"{of}":"(\d+)"', instruction.text)
+  return float(found[1]) if found else None
 
 
 def _splash_flops(phase: str, instruction: Instruction, computation: Computation) -> float:
@@ -420,10 +425,6 @@ def _traffic(
   opcode = instruction.opcode
   if opcode in _FREE or opcode.endswith('-done') or opcode.startswith('async'):
     return 0.0
-  if instruction.name.startswith(_FETCHING) and (
-    moved := _ESTIMATED_BYTES.search(instruction.text)
-  ):
-    return float(moved[1])
   operands = [computation[name] for name in instruction.operands if name in computation]
   if opcode in _SLICES:
     return 2 * _hbm(instruction.result)
@@ -431,6 +432,8 @@ def _traffic(
     return 2 * _hbm(operands[_UPDATES[opcode]].result)
   if opcode.endswith('-start'):
     return 2 * _hbm(operands[0].result) if operands else 0.0
+  if opcode == 'custom-call' and (own := _estimate(instruction, 'bytes_accessed')) is not None:
+    return own
   if opcode != 'fusion':
     return _hbm(instruction.result) + sum(_hbm(o.result) for o in operands)
   inside = computations[next(called_by(instruction))]

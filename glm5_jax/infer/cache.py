@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.modules.attention import PagedCache
+from glm5_jax.kernels import Implementation, paged_cache
+from glm5_jax.ops import mla
+from glm5_jax.ops.pages import PagedCache
 
 
 class TokenBytes(NamedTuple):
@@ -57,7 +59,13 @@ def token_bytes(
   return TokenBytes(*(itemsize * values for values in (latent, index, mha, gqa)))
 
 
-def init_pool(config: ModelConfig, pages: int, page_size: int, mtp_layers: int = 0) -> PagedCache:
+def init_pool(
+  config: ModelConfig,
+  pages: int,
+  page_size: int,
+  mtp_layers: int = 0,
+  kernels: Implementation = 'reference',
+) -> PagedCache:
   """An empty pool of `pages` pages, the trash page 0 included; its table is that of no row.
 
   Args:
@@ -65,13 +73,20 @@ def init_pool(config: ModelConfig, pages: int, page_size: int, mtp_layers: int =
     pages: P.
     page_size: tokens of a page.
     mtp_layers: how many MTP layers have rows too, after those of the decoder.
+    kernels: what will attend to it; 'pallas' wants packed rows.
   """
   dtype = jnp.dtype(config.dtype)
   layers = config.num_hidden_layers + mtp_layers
   indexers = sum(block.indexer == 'full' for block in config.blocks) + mtp_layers
-  width = config.kv_lora_rank + config.qk_rope_head_dim
-  return PagedCache(
-    jnp.zeros((layers, pages, page_size, width), dtype),
+  kind = paged_cache(kernels)
+
+  def new(width):
+    return jax.ShapeDtypeStruct((pages, page_size, width), dtype)
+
+  latents = mla.Latents(new(config.kv_lora_rank), new(config.qk_rope_head_dim))
+  row = jax.eval_shape(kind.pack, latents)
+  return kind(
+    jnp.zeros((layers, *row.shape), row.dtype),
     jnp.zeros((indexers, pages, page_size, config.index_head_dim), dtype),
     jnp.zeros((0, 1), jnp.int32),
     jnp.zeros((0,), jnp.int32),

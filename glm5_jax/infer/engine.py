@@ -81,10 +81,10 @@ class Engine:
     self._refusal: str | None = None
     drafts = self.sizes.draft_steps
     pool = init_pool(
-      self.config, self.sizes.pages, self.sizes.page_size, mtp_layers=int(drafts > 0)
+      self.config, self.sizes.pages, self.sizes.page_size, int(drafts > 0), self.sizes.kernels
     )
     self._latent, self._index_k = jax.device_put((pool.latent, pool.index_k), self._device)
-    self._programs = programs(self.config, drafts, self.sizes.compiler_options)
+    self._programs = programs(self.config, drafts, self.sizes.compiler_options, self.sizes.kernels)
     self._scheduler = Scheduler(
       self.sizes.pages, self.sizes.page_size, self.sizes.max_sequences, self.sizes.prefix_cache
     )
@@ -463,7 +463,7 @@ class Engine:
     return verified
 
   def _carry(self, sequences: list[Sequence], rows: int) -> np.ndarray:
-    carry = np.zeros((rows, self.config.hidden_size), np.dtype(self._latent.dtype))
+    carry = np.zeros((rows, self.config.hidden_size), np.dtype(self.config.dtype))
     for row, sequence in enumerate(sequences):
       if sequence.carry is not None:
         carry[row] = sequence.carry

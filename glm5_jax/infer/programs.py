@@ -16,7 +16,8 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.infer import cache, sampling, speculative
 from glm5_jax.infer.cache import pages_for
 from glm5_jax.infer.request import MAX_TOP_LOGPROBS
-from glm5_jax.modules.attention import PagedCache
+from glm5_jax.kernels import Implementation, attention, check_paged, paged_cache
+from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import forward, unembed
 
 
@@ -36,6 +37,8 @@ class EngineConfig:
     draft_steps: tokens that the MTP layer drafts for each one that the model draws; 0..7.
     prefill_buckets, batch_buckets, page_buckets: sizes to compile for; by default a few, up to the
       largest that can occur.
+    kernels: 'reference' is plain jax, 'pallas' the TPU kernels for the decoder's layers; the MTP layer
+      is plain jax with both. Kernels want an index_head_dim that 128 divides, or copy the pool's keys.
     compiler_options: of jax.jit, as pairs.
   """
 
@@ -50,6 +53,7 @@ class EngineConfig:
   prefill_buckets: tuple[int, ...] = ()
   batch_buckets: tuple[int, ...] = ()
   page_buckets: tuple[int, ...] = ()
+  kernels: Implementation = 'reference'
   compiler_options: tuple[tuple[str, Any], ...] = ()
 
   def resolve(self, model: ModelConfig) -> 'EngineConfig':
@@ -62,6 +66,7 @@ class EngineConfig:
       raise ValueError('the engine pages the latent cache of MLA; run GQA models with `generate`')
     if min(self.page_size, self.max_sequences, self.max_waiting) < 1 or self.pages < 2:
       raise ValueError(f'sizes must be positive, and pages at least 2: {self}')
+    check_paged(self.kernels, model, self.page_size)
     if not 0 <= self.draft_steps <= speculative.MAX_DRAFT_STEPS:
       raise ValueError(
         f'draft_steps={self.draft_steps} must be within 0..{speculative.MAX_DRAFT_STEPS}'
@@ -150,7 +155,7 @@ def _stacked(params: Any) -> Any:
   )
 
 
-def _forward(params, latent, index_k, carry, tokens, count, table, length, *, config):
+def _forward(params, latent, index_k, carry, tokens, count, table, length, *, config, kernels):
   """Runs each row's `count` new tokens [B, T].
 
   Returns (logits [B, V] after the last of them, the hidden state [B, D] there, the pool). With a `carry`
@@ -158,26 +163,29 @@ def _forward(params, latent, index_k, carry, tokens, count, table, length, *, co
   """
   params = _stacked(params)
   valid = jnp.arange(tokens.shape[1]) < count[:, None]
-  paged = PagedCache(latent, index_k, table, length)
+  paged: Any = paged_cache(kernels)(latent, index_k, table, length)
+  options = Options(attend=attention(kernels))
   if carry is None:
     out = forward(
-      params, tokens, config=config, segment_ids=valid.astype(jnp.int32), cache=paged, logits=False
-    )
+      params, tokens, config=config, segment_ids=valid.astype(jnp.int32), cache=paged, logits=False,
+      options=options,
+    )  # fmt: skip
     hidden, paged = out.hidden, out.cache
   else:
-    hidden, paged = speculative.extend(params, config, carry, tokens, paged, valid)
+    hidden, paged = speculative.extend(params, config, carry, tokens, paged, valid, options)
   last = jnp.maximum(count - 1, 0)[:, None, None]
   hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
   return unembed(params, hidden), hidden, paged.latent, paged.index_k
 
 
 def _speculate(
-  params, latent, index_k, carry, token, limit, table, length, settings, seen, *, config, steps
-):
-  paged = PagedCache(latent, index_k, table, length)
+  params, latent, index_k, carry, token, limit, table, length, settings, seen, *, config, steps, kernels
+):  # fmt: skip
+  paged = paged_cache(kernels)(latent, index_k, table, length)
   verified, paged = speculative.decode(
-    _stacked(params), config, steps, carry, token, limit, paged, settings, seen
-  )
+    _stacked(params), config, steps, carry, token, limit, paged, settings, seen,
+    Options(attend=attention(kernels)),
+  )  # fmt: skip
   return verified, paged.latent, paged.index_k
 
 
@@ -194,7 +202,10 @@ class Programs:
 
 @functools.cache
 def programs(
-  config: ModelConfig, draft_steps: int, compiler_options: tuple[tuple[str, Any], ...]
+  config: ModelConfig,
+  draft_steps: int,
+  compiler_options: tuple[tuple[str, Any], ...],
+  kernels: Implementation = 'reference',
 ) -> Programs:
   """One set for all engines of a model, so that a second engine compiles nothing.
 
@@ -204,9 +215,10 @@ def programs(
   jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
   pool = ('latent', 'index_k')
   return Programs(
-    forward=jit(functools.partial(_forward, config=config), donate_argnames=pool),
+    forward=jit(functools.partial(_forward, config=config, kernels=kernels), donate_argnames=pool),
     speculate=jit(
-      functools.partial(_speculate, config=config, steps=draft_steps), donate_argnames=pool
+      functools.partial(_speculate, config=config, steps=draft_steps, kernels=kernels),
+      donate_argnames=pool,
     ),
     sample=jit(functools.partial(sampling.sample)),
     top_logprobs=jit(functools.partial(sampling.top_logprobs, count=MAX_TOP_LOGPROBS)),

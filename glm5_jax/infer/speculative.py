@@ -19,10 +19,11 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.infer import sampling
-from glm5_jax.modules.attention import Context, PagedCache
+from glm5_jax.modules.attention import Context
 from glm5_jax.modules.block import Block, Options
 from glm5_jax.modules.model import forward, unembed
 from glm5_jax.ops import norm, rope
+from glm5_jax.ops.pages import PagedCache
 from glm5_jax.shapes import Keys
 
 MAX_DRAFT_STEPS = 7
@@ -71,12 +72,16 @@ def mtp_layer(
   cos, sin = rope.angles(slots, rope.frequencies(config))
   ctx = Context(keys, cos, sin, valid, paged.length[:, None], None, paged)
   cache: Any = {'latent': first[0], 'index_k': first[1]}
+  # In plain jax: the kernels of decoding cannot leave out slot 0.
   block = Block(config, config.mtp_block, Options())
   with jax.named_scope('mtp'):
     applied: Any = block.apply({'params': p['block']}, z, None, ctx, cache)
   y, _, _, rows = applied
-  paged = paged.write(jax.tree.map(lambda a: a[None], rows), valid, first)
-  return norm.rms_norm(y, p['norm'], config.rms_norm_eps), paged
+  if paged.written_first:
+    paged = rows
+  else:
+    paged = paged.write(jax.tree.map(lambda a: a[None], rows), valid, cache)
+  return norm.rms_norm(y, p['norm'], config.rms_norm_eps), paged.grown(valid)
 
 
 def layer_numbers(config: ModelConfig) -> tuple[int, int]:
@@ -92,13 +97,15 @@ def _own_pages(paged: PagedCache, config: ModelConfig) -> PagedCache:
   rows, width = paged.table.shape
 
   def local(pool, layer):
-    pages = pool.at[layer, paged.table].get(mode='promise_in_bounds')
+    pages = paged.get(pool, layer, paged.table)
     pages = pages.reshape(1, rows * width, *pages.shape[2:])
     return jnp.concatenate([jnp.zeros_like(pages[:, :1]), pages], axis=1)
 
   layer, indexer = layer_numbers(config)
   table = 1 + jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
-  return PagedCache(local(paged.latent, layer), local(paged.index_k, indexer), table, paged.length)
+  return paged._replace(
+    latent=local(paged.latent, layer), index_k=local(paged.index_k, indexer), table=table
+  )
 
 
 def extend(
@@ -108,11 +115,12 @@ def extend(
   tokens: jax.Array,
   paged: PagedCache,
   valid: jax.Array,
+  options: Options = Options(),
 ) -> tuple[jax.Array, PagedCache]:
   """Runs the model and, on its hidden states, the MTP layer: hidden states [B, T, D] and the cache.
 
   `carry` [B, D] is the hidden state before the first of `tokens` [B, T]; zeros if it is not known, which
-  only makes drafts worse.
+  only makes drafts worse. `options` are the model's.
   """
   out = forward(
     params,
@@ -120,6 +128,7 @@ def extend(
     config=config,
     segment_ids=valid.astype(jnp.int32),
     cache=paged,
+    options=options,
     logits=False,
   )
   before = jnp.concatenate([carry[:, None].astype(out.hidden.dtype), out.hidden[:, :-1]], axis=1)
@@ -160,6 +169,7 @@ def decode(
   paged: PagedCache,
   settings: sampling.Settings,
   seen: jax.Array | None,
+  options: Options = Options(),
 ) -> tuple[Verified, PagedCache]:
   """Drafts `steps` tokens, scores them, and keeps what the model draws itself.
 
@@ -172,6 +182,7 @@ def decode(
     paged: cache of all tokens before `token`, with pages for `limit` more.
     settings: of the first token to be drawn; the position counts up from there.
     seen: as for `sampling.sample`.
+    options: of the model; the MTP layer has none.
   """
   start = paged.length
 
@@ -191,7 +202,7 @@ def decode(
   tokens = jnp.concatenate([token[:, None], drafts.T], axis=1)
   valid = jnp.arange(steps + 1) < limit[:, None]
   with jax.named_scope('verify'):
-    hidden, paged = extend(params, config, carry, tokens, paged, valid)
+    hidden, paged = extend(params, config, carry, tokens, paged, valid, options)
     result = _draw_all(unembed(params, hidden), settings, seen, tokens)
   right = (result.token[:, :-1] == tokens[:, 1:]) & valid[:, 1:]
   kept = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1)

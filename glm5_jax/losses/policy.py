@@ -24,9 +24,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from glm5_jax.ops import collectives
-from glm5_jax.sharding import BATCH_AXES
-
 Metrics = dict[str, jax.Array]
 # log2 of the borders of the ratio histogram.
 RATIO_BINS = (-4.0, -2.0, -1.0, -0.5, -0.2, -0.05, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
@@ -107,25 +104,30 @@ def policy_loss(
   return -jnp.sum(weights * objective), metrics
 
 
-def token_weights(mask: jax.Array, sequences: jax.Array, *, per: str) -> jax.Array:
+def token_weights(
+  mask: jax.Array,
+  sequences: jax.Array,
+  *,
+  per: str,
+  add: Callable[[jax.Array], jax.Array] = lambda total: total,
+) -> jax.Array:
   """Weights [B, T] by which per-token losses add up to a mean; 0 outside `mask`, sum 1.
-
-  In the program of a device of a mesh these are whole rows, and the sum is over all devices' rows.
 
   Args:
     mask: [B, T] bool, the tokens the model wrote.
     sequences: [B, T] int32, ids of the sequences packed in a row; 0 is padding.
     per: 'token': every token of the batch counts the same (eq. 3). 'sequence': every sequence does,
       and its tokens share that (1/G sum_i 1/|y_i| of eq. 1). Sequences without a token do not count.
+    add: adds a number to those of other devices, if they have other rows of the batch.
   """
   mask = mask & (sequences > 0)
   if per == 'token':
-    return mask / jnp.maximum(collectives.psum(jnp.sum(mask), *BATCH_AXES), 1.0)
+    return mask / jnp.maximum(add(jnp.sum(mask)), 1.0)
   if per != 'sequence':
     raise ValueError(f"per={per!r} is neither 'token' nor 'sequence'")
   length = _sum_by_sequence(mask.astype(jnp.float32), sequences)
   share = jnp.where(mask, 1.0 / jnp.maximum(length, 1.0), 0.0)
-  return share / jnp.maximum(collectives.psum(jnp.sum(share), *BATCH_AXES), 1.0)
+  return share / jnp.maximum(add(jnp.sum(share)), 1.0)
 
 
 def _sum_by_sequence(values: jax.Array, sequences: jax.Array) -> jax.Array:

@@ -10,99 +10,8 @@ import jax.numpy as jnp
 from glm5_jax.config import ModelConfig
 from glm5_jax.modules.params import declare, ones
 from glm5_jax.ops import collectives, gqa, indexer, mla, sparse_attention
+from glm5_jax.ops.pages import PagedCache, PagedKeys, PagedLatents
 from glm5_jax.shapes import Keys
-
-
-class PagedCache(NamedTuple):
-  """Cache rows of many sequences, in pages of one pool; a row of the batch finds its own by `table`.
-
-  A sequence's token at slot s is row s % page_size of page table[b, s // page_size]. Padding writes to
-  page 0, which belongs to nobody. Layers are counted in order; so are layers with an indexer.
-  """
-
-  latent: jax.Array  # [layers, P, page_size, L + R]: the normalised latent, then the rotated key.
-  index_k: jax.Array  # [indexers, P, page_size, J]
-  table: jax.Array  # [B, pages of a row] int32
-  length: jax.Array  # [B] int32, tokens that the pool already holds of each row
-
-  @property
-  def slots(self) -> int:
-    """How many keys a row can have: S of every score tensor."""
-    return self.table.shape[1] * self.latent.shape[2]
-
-  def read(self, name: str, layer: jax.Array, new: jax.Array) -> jax.Array:
-    """All keys [B, S, W] of one layer: those in the pool, and `new` [B, T, W] after them."""
-    pool = getattr(self, name)
-    old = pool.at[layer, self.table].get(mode='promise_in_bounds')
-    old = old.reshape(new.shape[0], self.slots, -1)
-    # What an earlier owner left behind is invisible, but 0 * NaN is not 0.
-    known = jnp.arange(self.slots) < self.length[:, None]
-    old = jnp.where(known[:, :, None], old, 0)
-    slot = self.length[:, None] + jnp.arange(new.shape[1])
-    row = jnp.arange(new.shape[0])[:, None]
-    return old.at[row, slot].set(new.astype(old.dtype), mode='drop')  # Padding may lie beyond.
-
-  def take(self, name: str, layer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """`read(name, layer, new)[b, slots[b]]`, [B, T, K, W], without reading the others.
-
-    `slots` [B, T, K] must each hold a key of their row.
-    """
-    pool = getattr(self, name)
-    row = jnp.arange(slots.shape[0])[:, None, None]
-    page = self.table[row, slots // pool.shape[2]]
-    old = pool.at[layer, page, slots % pool.shape[2]].get(mode='promise_in_bounds')
-    fresh = slots - self.length[:, None, None]
-    own = new[row, jnp.clip(fresh, 0, new.shape[1] - 1)].astype(old.dtype)
-    return jnp.where(fresh[..., None] >= 0, own, old)
-
-  def write(
-    self, new: dict[str, jax.Array], valid: jax.Array, first: tuple[int, int] = (0, 0)
-  ) -> 'PagedCache':
-    """The cache with `new` rows [layers, B, T, W] added where `valid` [B, T].
-
-    `first` are the numbers of their first layer and of their first indexer.
-    """
-    size, width = self.latent.shape[2], self.table.shape[1]
-    slot = self.length[:, None] + jnp.arange(valid.shape[1])
-    row = jnp.arange(valid.shape[0])[:, None]
-    page = jnp.where(valid, self.table[row, jnp.minimum(slot // size, width - 1)], 0)
-
-    def put(pool, rows, first):
-      layer = first + jnp.arange(rows.shape[0])[:, None, None]
-      return pool.at[layer, page, slot % size].set(
-        rows.astype(pool.dtype), mode='promise_in_bounds'
-      )
-
-    return self._replace(
-      latent=put(self.latent, new['latent'], first[0]),
-      index_k=put(self.index_k, new['index_k'], first[1]),
-      length=self.length + jnp.sum(valid, axis=1),
-    )
-
-
-class PagedLatents(NamedTuple):
-  """A layer's `mla.Latents` in their pages: decoding reads those rows that the indexer selects."""
-
-  cache: PagedCache
-  layer: jax.Array  # [] its number in the pool
-  new: mla.Latents  # [B, T, ...] of the new tokens, which the pool does not hold yet
-
-  @property
-  def slots(self) -> int:
-    return self.cache.slots
-
-  def all(self) -> mla.Latents:
-    return self._split(self.cache.read('latent', self.layer, self.rows()))
-
-  def take(self, slots: jax.Array) -> mla.Latents:
-    return self._split(self.cache.take('latent', self.layer, self.rows(), slots))
-
-  def rows(self) -> jax.Array:
-    """The new rows [B, T, L + R] as the pool holds them."""
-    return jnp.concatenate(self.new, axis=-1)
-
-  def _split(self, rows: jax.Array) -> mla.Latents:
-    return mla.Latents(*jnp.split(rows, [self.new.c.shape[-1]], axis=-1))
 
 
 class Context(NamedTuple):
@@ -137,19 +46,28 @@ def _append(cache: Cache, name: str, new: jax.Array, offset) -> jax.Array:
 
 
 def _with_past(
-  cache: Cache, new: mla.Latents, ctx: Context
-) -> tuple[mla.Latents | PagedLatents, dict[str, jax.Array]]:
-  """Latents of all keys, and the layer's new cache; of a paged one, the new rows only.
+  cache: Cache, new: mla.Latents, index_k: jax.Array | None, ctx: Context
+) -> tuple[mla.Latents | PagedLatents, jax.Array | PagedKeys | None, Any]:
+  """Latents and index keys of all keys, given those of the new tokens; and the layer's new cache.
 
-  A paged layer's cache is its number in the pool, `latent`, and that of its indexer, `index_k`.
+  Without an indexer `index_k` is None. A paged layer's cache is its number in the pool, `latent`, and that
+  of its indexer, `index_k`; its new cache are the new rows only, or the whole pool if these are written
+  first.
   """
-  if ctx.paged is not None and cache is not None:
-    paged = PagedLatents(ctx.paged, cache['latent'], new)
-    return paged, {'latent': paged.rows()}
-  latents = mla.Latents(
-    _append(cache, 'c', new.c, ctx.offset), _append(cache, 'k_rope', new.k_rope, ctx.offset)
-  )
-  return latents, {'c': latents.c, 'k_rope': latents.k_rope}
+  if ctx.paged is None or cache is None:
+    latents = mla.Latents(
+      _append(cache, 'c', new.c, ctx.offset), _append(cache, 'k_rope', new.k_rope, ctx.offset)
+    )
+    new_cache = {'c': latents.c, 'k_rope': latents.k_rope}
+    if index_k is not None:
+      new_cache['k_index'] = index_k = _append(cache, 'k_index', index_k, ctx.offset)
+    return latents, index_k, new_cache
+  paged = ctx.paged
+  rows = {'latent': paged.pack(new)} | ({} if index_k is None else {'index_k': index_k})
+  if paged.written_first:
+    paged = paged.write({name: row[None] for name, row in rows.items()}, ctx.valid, cache)
+  keys = None if index_k is None else PagedKeys(paged, cache['index_k'], index_k)
+  return PagedLatents(paged, cache['latent'], new), keys, paged if paged.written_first else rows
 
 
 def _after(out: jax.Array, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -210,19 +128,15 @@ class MLA(nn.Module):
 
     q = mla.queries(p, x, ctx.cos, ctx.sin, c)
     new = mla.latents(p, x, ctx.cos, ctx.sin, c)
-    latents, new_cache = _with_past(cache, new, ctx)
+    index_k: Any = None
+    if self.indexer != 'shared':
+      with jax.named_scope('indexer'):
+        index_queries, index_k = Indexer(c, name='indexer')(x, q.latent, ctx)
+    latents, index_k, new_cache = _with_past(cache, new, index_k, ctx)
     if self.indexer == 'shared':
       positions, index = selection
     else:
-      positions = None
-      with jax.named_scope('indexer'):
-        index_queries, index_k = Indexer(c, name='indexer')(x, q.latent, ctx)
-        if ctx.paged is not None and cache is not None:
-          new_cache['index_k'] = index_k
-          index_k = ctx.paged.read('index_k', cache['index_k'], index_k)
-        else:
-          new_cache['k_index'] = index_k = _append(cache, 'k_index', index_k, ctx.offset)
-      index = sparse_attention.Index(index_queries, index_k)
+      positions, index = None, sparse_attention.Index(index_queries, index_k)
     out, aux = self.attend(
       p, q, latents, ctx.keys, index, positions, c, self.request, self.form, ctx.topk
     )
@@ -230,7 +144,7 @@ class MLA(nn.Module):
       aux['selection'] = sparse_attention.Shared(
         aux['selection'], index if self.request.kl else None
       )
-    if ctx.paged is not None and cache is not None:
+    if ctx.paged is not None and cache is not None and not ctx.paged.written_first:
       new_cache = _after(out, new_cache)
     out = jnp.einsum('BTNH,NHD->BTD', out, p['w_o'].astype(x.dtype))
     return out, aux, (None if cache is None else new_cache)

@@ -13,10 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import BlockSpec, ModelConfig, Stack
 from glm5_jax.modules import mtp
-from glm5_jax.modules.attention import Context, PagedCache
+from glm5_jax.modules.attention import Context
 from glm5_jax.modules.block import Block, Options
 from glm5_jax.modules.params import LAYER_INPUT, declare, ones, rematerialised, weight
 from glm5_jax.ops import collectives, indexer, norm, rope, sparse_attention
+from glm5_jax.ops.pages import PagedCache
 from glm5_jax.shapes import Keys
 
 Params = dict[str, Any]
@@ -47,7 +48,7 @@ class Unit(nn.Module):
 
   @nn.compact
   def __call__(self, carry, cache, ctx: Context):
-    x, selection = carry
+    x, selection, pool = carry
     x = checkpoint_name(x, LAYER_INPUT)
     aux, new_cache = {}, {}
     for j, spec in enumerate(self.blocks):
@@ -55,9 +56,11 @@ class Unit(nn.Module):
       emit = spec.indexer == 'full' and self.config.shares_selection
       block = Block(self.config, spec, self.options, emit, name=name)
       x, selection, aux[name], new_cache[name] = block(
-        x, selection, ctx, None if cache is None else cache[name]
-      )
-    return (x, selection), (aux, None if cache is None else new_cache)
+        x, selection, ctx if pool is None else ctx._replace(paged=pool),
+        None if cache is None else cache[name],
+      )  # fmt: skip
+      pool = pool if pool is None else new_cache.pop(name)
+    return (x, selection, pool), (aux, None if cache is None else new_cache)
 
 
 def _scanned(config: ModelConfig, stack: Stack, options: Options):
@@ -115,7 +118,10 @@ class GLM5(nn.Module):
     if prefix is not None:
       slots = jnp.maximum(slots, prefix - 1)
     cos, sin = rope.angles(positions, rope.frequencies(c))
-    ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset, topk, paged)
+    # A pool that layers write goes from one to the next.
+    pool = paged if paged is not None and paged.written_first else None
+    shared = paged if pool is None else None
+    ctx = Context(Keys(slots, segments, k_segment), cos, sin, segments > 0, offset, topk, shared)
 
     normal = nn.initializers.normal(c.initializer_range)
     embed = weight(self, 'embed', normal, (c.vocab_size, c.hidden_size), c.param_dtype)
@@ -128,8 +134,9 @@ class GLM5(nn.Module):
     if c.shares_selection:
       selection = _nothing_shared(c, batch, time, self.options)
     for stack in c.stacks:
-      (x, selection), (aux[stack.name], new_cache[stack.name]) = _scanned(c, stack, self.options)(
-        (x, selection), None if cache is None else cache[stack.name], ctx
+      scan = _scanned(c, stack, self.options)
+      (x, selection, pool), (aux[stack.name], new_cache[stack.name]) = scan(
+        (x, selection, pool), None if cache is None else cache[stack.name], ctx
       )
     hidden = norm.rms_norm(x, ones(self, c, 'final_norm', c.hidden_size), c.rms_norm_eps)
     if self.options.capture:
@@ -146,7 +153,10 @@ class GLM5(nn.Module):
     if self.is_initializing():
       declare(self, c, lm_head=(c.hidden_size, c.vocab_size))
     if paged is not None:
-      new_cache = paged.write(_in_layer_order(c, new_cache), segments > 0)
+      if pool is None:
+        first = {'latent': 0, 'index_k': 0}
+        pool = paged.write(_in_layer_order(c, new_cache), segments > 0, first)
+      new_cache = pool.grown(segments > 0)
     elif cache is not None:
       new_cache |= {'segments': k_segment, 'length': offset + time}
     return Output(hidden, mtp_hidden, aux, None if cache is None else new_cache)

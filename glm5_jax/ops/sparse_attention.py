@@ -27,7 +27,11 @@ class Index(NamedTuple):
   """The indexer's side of a layer: queries to score and keys to score against."""
 
   queries: indexer.Queries
-  keys: jax.Array  # [B, S, J]
+  keys: Any  # [B, S, J], or what has them as `all()`: `pages.PagedKeys`.
+
+  def read(self) -> 'Index':
+    """With the keys as an array. (A cache in pages has to fetch them.)"""
+    return self if isinstance(self.keys, jax.Array) else self._replace(keys=self.keys.all())
 
 
 class Shared(NamedTuple):
@@ -83,6 +87,7 @@ def attend(
     k: int32 scalar in place of `index_topk`, for a selection that shrinks during training. The form is
       'expanded' then, since nothing of size k can be gathered.
   """
+  index = None if index is None else index.read()
   keys, q = chunks.bind(keys, q)
   batch, time, heads = q.nope.shape[:3]
   size = latents.slots

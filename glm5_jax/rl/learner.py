@@ -163,7 +163,9 @@ def make_policy_step(
     """Gradients, metrics and how many tokens count; on a mesh, per device."""
     filled = len(batch.tokens) // micro_rows if filled is None else filled
     rows = jax.tree.map(collectives.gather_sequence, batch)
-    all_weights = token_weights(rows.mask, rows.segment_ids, per=learner.per)
+    all_weights = token_weights(
+      rows.mask, rows.segment_ids, per=learner.per, add=lambda n: collectives.psum(n, *BATCH_AXES)
+    )
     micros = _micros((batch, rows, all_weights), micro_rows)
 
     def micro_step(i):

@@ -413,6 +413,24 @@ def make_sizes(time: int, pages: int, page_size: int, topk: int, unroll: bool = 
   return Sizes(queries, chunks, page_size, layout, unroll)
 
 
+def cost(q: jax.Array, sizes: Sizes, cores: int) -> pl.CostEstimate:
+  """What a call with padded q [B, T * I, J] computes and moves, of contexts that fill their tables.
+
+  All pages of whole chunks are fetched, and a core's last chunk again while it ends.
+  """
+  sequences, rows, depth = q.shape
+  scored = sequences * sizes.chunks * CHUNK
+  fetched = scored + cores * (_RING - 1) * CHUNK
+  outside = q.size * q.dtype.itemsize + 4 * sequences * (
+    rows * _LANES + _SUBLANES * sizes.layout.slots
+  )
+  return pl.CostEstimate(
+    flops=2 * scored * rows * (depth + 1),
+    transcendentals=0,
+    bytes_accessed=fetched * depth * q.dtype.itemsize + outside,
+  )
+
+
 def indexer_topk(
   q, weights, pages, table, q_slot, topk: int, *, cores: int, vmem: int = 60 * 2**20, interpret: Any
 ):
@@ -487,6 +505,7 @@ def indexer_topk(
       disable_bounds_checks=True,
       vmem_limit_bytes=vmem,
     ),
+    cost_estimate=cost(q, sizes, cores),
     interpret=interpret,
     name='indexer_topk_decode',
   )(table.reshape(-1), used, chunks, q, weights, q_slot, keys)

@@ -100,6 +100,7 @@ def forward(
   base: jax.Array,
   blocks: Blocks,
   interpret,
+  cost: pl.CostEstimate | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Output [G * M * N, padded L] and log-sum-exp [G, 1, M * N] float32 (nats).
 
@@ -114,6 +115,7 @@ def forward(
       chunk 0 (`Blocks.tails`).
     blocks: static sizes.
     interpret: passed to `pallas_call`.
+    cost: what the compiler is told about the call, if not `blocks.cost`.
   """
   total = masks.shape[0]
   steps = total // blocks.cores
@@ -151,12 +153,12 @@ def forward(
       scratch_shapes=list(scratch.values()),
     ),
     out_shape=out_shape,
-    cost_estimate=blocks.cost(masks, width, blocks.key_bytes, q, *out_shape),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary'),
       disable_bounds_checks=True,
       vmem_limit_bytes=60 << 20,
     ),
+    cost_estimate=cost or blocks.cost(masks, width, blocks.key_bytes, q, *out_shape),
     interpret=interpret,
     name='sparse_mla_forward',
   )(starts, counts, base, *[value for _, value in inputs.values()])

@@ -64,6 +64,15 @@ def pack_rows(keys: jax.Array) -> jax.Array:
   return (bits[:, :words] | (bits[:, words:] << 16))[:, None]
 
 
+def unpack_rows(rows: jax.Array, features: int, dtype) -> jax.Array:
+  """Inverse of `pack_rows`: [S, 1, W] uint32 -> [S, F] of bfloat16 or float32."""
+  words = rows[:, 0]
+  if jnp.dtype(dtype) == jnp.float32:
+    return lax.bitcast_convert_type(words, jnp.float32)
+  halves = jnp.concatenate([words & 0xFFFF, words >> 16], axis=-1).astype(jnp.uint16)
+  return lax.bitcast_convert_type(halves, jnp.bfloat16)[:, :features]
+
+
 def row_lists(
   indices: jax.Array, queries: int, chunk: int, total_rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels.sparse_mla import api, kernel_forward, layout, reference
+from pallas_kernels.sparse_mla import api, kernel_forward, kernel_move, layout, reference
 from pallas_kernels.sparse_mla.stream import Blocks
 
 MAX_QUERIES = 8
@@ -34,6 +35,71 @@ def pack_pages(pages: jax.Array, latent_dim: int) -> jax.Array:
   rows = layout.pad_features(pages, latent_dim)
   packed = layout.pack_rows(rows.reshape(-1, rows.shape[-1]))
   return packed.reshape(*pages.shape[:-1], *packed.shape[1:])
+
+
+def unpack_pages(packed: jax.Array, latent_dim: int, rope_dim: int, dtype) -> jax.Array:
+  """Inverse of `pack_pages`: [..., 1, W] uint32 -> [..., L + R] of bfloat16 or float32."""
+  features = sum(layout.round_up(n, layout.LANES) for n in (latent_dim, rope_dim))
+  rows = layout.unpack_rows(packed.reshape(-1, *packed.shape[-2:]), features, dtype)
+  rows = layout.unpad_features(rows, latent_dim, rope_dim)
+  return rows.reshape(*packed.shape[:-2], rows.shape[-1])
+
+
+def write_pages(
+  pages: jax.Array,
+  rows: jax.Array,
+  page: jax.Array,
+  offset: jax.Array,
+  *,
+  implementation: api.Implementation = 'reference',
+  interpret: Any = False,
+) -> jax.Array:
+  """Packed pages [P, page_size, 1, W] uint32 with packed `rows` [N, 1, W] in them.
+
+  Args:
+    pages: of `pack_pages`; given away (donated, or the carry of a loop) they are changed in place.
+    rows: of `pack_pages` as well.
+    page, offset: [N] int32; row n becomes row offset[n] of page page[n]. A negative page is none; no
+      two rows have the same place.
+    implementation: 'reference' is XLA's scatter, which on a TPU copies all of the pages; 'tpu' the
+      kernel.
+    interpret: passed to pallas_call.
+  """
+  if implementation == 'reference':
+    there = jnp.where(page >= 0, page, pages.shape[0])  # Nowhere: dropped.
+    return pages.at[there, offset].set(rows, mode='drop')
+  size = pages.shape[1]
+  flat = pages.reshape(-1, *pages.shape[2:])
+  target = jnp.where(page >= 0, page * size + offset, -1)
+  return kernel_move.write_rows(flat, rows, target, interpret).reshape(pages.shape)
+
+
+def read_pages(
+  pages: jax.Array,
+  page: jax.Array,
+  offset: jax.Array | None = None,
+  *,
+  implementation: api.Implementation = 'reference',
+  interpret: Any = False,
+) -> jax.Array:
+  """Of packed pages [P, page_size, 1, W] uint32 some, [N, page_size, 1, W], or some rows, [N, 1, W].
+
+  Args:
+    pages: of `pack_pages`.
+    page: [N] int32, which pages.
+    offset: [N] int32, which row of each; None for all of it.
+    implementation: 'reference' is XLA's gather, which on a TPU copies all of the pages; 'tpu' the
+      kernel.
+    interpret: passed to pallas_call.
+  """
+  if implementation == 'reference':
+    where = page if offset is None else (page, offset)
+    return pages.at[where].get(mode='promise_in_bounds')
+  size = pages.shape[1]
+  flat = pages.reshape(-1, *pages.shape[2:])
+  if offset is not None:
+    return kernel_move.read_rows(flat, page * size + offset, 1, interpret)
+  return kernel_move.read_rows(flat, page, size, interpret).reshape(-1, *pages.shape[1:])
 
 
 def _reference(q, pages, table, indices, scale, latent_dim):
@@ -121,6 +187,19 @@ def select(
   return lists(_per_block(indices, b, -1), table, pool[1], b)
 
 
+def cost(selection: dict[str, Any], b: Blocks) -> pl.CostEstimate:
+  """What `attend` computes and moves at the most: lists full, selections of drafts all different."""
+  sequences, chunks, _, keys = selection['masks'].shape
+  entries, pairs = selection['lists'].size, sequences * chunks * keys * b.rows
+  outside = b.rows * (b.dtype.itemsize * (b.features + b.latent) + 4)
+  lists = 4 * (entries + selection['masks'].size)
+  return pl.CostEstimate(
+    flops=2 * pairs * (b.features + b.latent),
+    transcendentals=pairs,
+    bytes_accessed=entries * b.granule * 4 * b.words + lists + sequences * outside,
+  )
+
+
 def attend(q, pages, selection, b: Blocks, latent_dim: int, interpret: Any = False):
   """out and lse of `sparse_mla_paged` by the kernel, from packed pages and what `select` gives."""
   batch, time, heads, _ = q.shape
@@ -131,6 +210,7 @@ def attend(q, pages, selection, b: Blocks, latent_dim: int, interpret: Any = Fal
     **selection,
     blocks=b,
     interpret=interpret,
+    cost=cost(selection, b),
   )
   out = out.reshape(-1, b.queries, b.heads, b.latent)
   lse = lse.reshape(-1, b.queries, b.heads)

@@ -184,17 +184,25 @@ ENTRY %main (x: bf16[64,8], w: bf16[4,8,16]) -> bf16[64,16] {
   assert hlo.measure(text, filled=0.5).flops == 64 * 8 * 16
 
 
-def test_kernels_that_fetch_rows_say_what_they_cost():
-  """By their own estimate, FLOPs and bytes; of others what their operands have."""
-  call = """
-ENTRY %main (x: bf16[64,8]) -> bf16[64,8] {
-  %x = bf16[64,8]{1,0} parameter(0)
-  ROOT %NAME.3 = bf16[64,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":{"flops":"9000","transcendentals":"5","bytes_accessed":"70000"}}}
+def test_kernels_say_what_they_move():
+  """A kernel that gathers rows has a pool as operand, and reads little of it."""
+  text = """
+ENTRY %main (x: u32[4096,1,384], y: s32[64]) -> u32[64,1,384] {
+  %x = u32[4096,1,384]{2,1,0} parameter(0)
+  %y = s32[64]{0} parameter(1)
+  ROOT %read.1 = u32[64,1,384]{2,1,0} custom-call(%y, %x), custom_call_target="tpu_custom_call"ESTIMATE
 }
 """
-  sparse, other = (hlo.measure(call.replace('NAME', n)) for n in ('sparse_mla_forward', 'gmm'))
-  assert sparse.flops == other.flops == 9000
-  assert (sparse.bytes, other.bytes) == (70000, 2 * 2 * 64 * 8)
+  own = (
+    ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"7","transcendentals":"0",'
+    '"bytes_accessed":"196608","remote_bytes_transferred":"0"}}}'
+  )
+  whole = (4096 * 384 + 64 + 64 * 384) * 4
+  assert hlo.measure(text.replace('ESTIMATE', '')).bytes == whole
+  found = hlo.measure(text.replace('ESTIMATE', own))
+  assert (found.bytes, found.flops, found.kernels) == (196608, 7, {'read': 7})
+  grouped = text.replace('ESTIMATE', own).replace('%read.1', '%ragged-dot-none.1')
+  assert hlo.measure(grouped).bytes == whole
 
 
 def test_which_collectives_can_overlap():

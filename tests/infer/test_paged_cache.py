@@ -9,8 +9,8 @@ import pytest
 from glm5_jax import config as configs
 from glm5_jax.infer import cache
 from glm5_jax.infer.programs import by_layer, programs
-from glm5_jax.modules.attention import PagedCache
 from glm5_jax.modules.model import forward, init_cache
+from glm5_jax.ops.pages import PagedCache
 from tests import tiny
 
 LENGTH, ROWS = 40, 3

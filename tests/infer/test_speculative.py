@@ -13,7 +13,7 @@ from glm5_jax.infer import cache, sampling, speculative
 from glm5_jax.infer.engine import Engine
 from glm5_jax.infer.programs import programs
 from glm5_jax.infer.request import Request
-from glm5_jax.modules.attention import PagedCache
+from glm5_jax.ops.pages import PagedCache
 from tests import tiny
 from tests.infer.conftest import Letters, Model, log_softmax, no_leaks
 from tests.infer.test_engine import crowd

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import indexer_topk_paged, sparse_mla_paged
 from pallas_kernels.interpret import races_found
-from pallas_kernels.sparse_mla import pack_pages
+from pallas_kernels.sparse_mla import pack_pages, read_pages, unpack_pages, write_pages
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 
@@ -100,6 +100,39 @@ def test_attends_to_selected_rows_in_pages(regime, case, dtype):
   np.testing.assert_allclose(np.asarray(out, np.float64), expected[0], tolerance, tolerance)
   np.testing.assert_allclose(np.asarray(lse), expected[1], tolerance, tolerance)
   assert regime == 'reference' or not races_found()
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16], ids=['float32', 'bfloat16'])
+def test_packing_is_undone(dtype):
+  rows = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 150)), dtype)
+  packed = pack_pages(rows, 140)
+  assert packed.dtype == jnp.uint32 and packed.shape[:3] == (2, 3, 1)
+  np.testing.assert_array_equal(unpack_pages(packed, 140, 10, dtype), rows)
+
+
+@pytest.mark.parametrize('implementation', ['reference', 'tpu'])
+def test_rows_are_written_and_read_in_place(implementation):
+  """More rows than copies under way; a negative page is none."""
+  rng = np.random.default_rng(0)
+  options: dict = {'implementation': implementation}
+  if implementation == 'tpu':
+    options['interpret'] = INTERPRET
+  pages = rng.integers(0, 1 << 32, (9, 8, 1, 128), np.uint32)
+  rows = rng.integers(0, 1 << 32, (40, 1, 128), np.uint32)
+  places = rng.permutation(72)[:40].astype(np.int32)
+  page, offset = places // 8, places % 8
+  there = np.arange(40) % 5 > 0
+  want = pages.copy()
+  want[page[there], offset[there]] = rows[there]
+  got = jax.jit(functools.partial(write_pages, **options))(
+    jnp.asarray(pages), rows, np.where(there, page, -1), offset
+  )
+  np.testing.assert_array_equal(got, want)
+  assert implementation == 'reference' or not races_found()
+  read = jax.jit(functools.partial(read_pages, **options))
+  np.testing.assert_array_equal(read(got, page, offset), want[page, offset])
+  np.testing.assert_array_equal(read(got, page[:5]), want[page[:5]])
+  assert implementation == 'reference' or not races_found()
 
 
 def index_problem(lengths, time, page_size, width, seed, grid=2):
