@@ -99,6 +99,8 @@ def reason(text: str) -> str:
   """Of what a failed compile printed, what a person wants to know."""
   if used := re.search(r'Used ([\d.]+\w) of ([\d.]+\w) hbm', text):
     return f'does not fit: {used[1]} of {used[2]}'
+  if used := re.search(r'temporaries \(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)', text):
+    return f'does not fit: {used[1]} of temporaries, of {used[2]}'
   errors = [line for line in text.splitlines() if line.startswith('error: ')]
   lines = errors or text.strip().splitlines()
   return lines[-1].removeprefix('error: ')[:_REASON] if lines else ''

@@ -22,8 +22,8 @@ from pallas_kernels.sparse_mla import pack_pages, paged, read_pages, unpack_page
 # 'reference' is plain jax on any backend, 'pallas' the TPU kernels.
 Implementation = Literal['reference', 'pallas']
 
-# Keys that the kernels of decoding read at a time; the indexer's are a multiple.
-PAGES_DIVIDE = paged.CHUNK['dense']
+# Every chip's kernels of decoding read a multiple of so many keys at a time.
+PAGES_DIVIDE = 1024
 
 # The kernels stand alone, and name what they leave by themselves.
 assert residuals.ATTENTION == chunks.ATTENTION

@@ -39,6 +39,7 @@ class Row(NamedTuple):
   bytes_per_query: float
   microseconds: float  # Per query and chip: the larger of cycles and bytes.
   of_floor: float  # How many times the floor: the larger of FLOPs at peak and bytes at least moved.
+  hbm_factor: float  # Bytes of HBM over those that must be moved.
   stages: dict[str, float]  # Cycles a query.
 
 
@@ -68,7 +69,7 @@ def summarize(name: str, chip_name: str, report: schedule.Report) -> Row:
   work = op.work(shape, chip)
   stages = _stages(op, shape, chip, kernel)
   cycles = sum(stages.values())
-  hottest = max((loop.steady for loop in kernel.loops), key=lambda s: s.matmuls)
+  hottest = schedule.hottest(kernel)
   bandwidth = chip.bandwidth / chip.cores
   seconds = max(cycles / chip.clock, work.moved_bytes / bandwidth)
   floor = max(work.flops / (chip.flops * chip.clock), work.floor_bytes / bandwidth)
@@ -90,6 +91,7 @@ def summarize(name: str, chip_name: str, report: schedule.Report) -> Row:
     bytes_per_query=round(work.moved_bytes / work.queries),
     microseconds=round(seconds * 1e6 / work.queries / chip.cores, 3),
     of_floor=round(seconds / floor, 2),
+    hbm_factor=round(work.moved_bytes / work.floor_bytes, 2),
     stages={stage: round(c / work.queries, 1) for stage, c in stages.items()},
   )
 

@@ -62,13 +62,17 @@ def _indexer_build(shape: shapes.Indexer, chip: Chip):
     struct((b, s.keys), jnp.int32),
   )
   call = functools.partial(
-    indexer_topk, topk=s.topk, implementation='tpu', block_q=_indexer_block(shape, chip)
+    indexer_topk, topk=s.topk, implementation='tpu', block_q=s.block_q, vmem=chip.vmem
   )
   return call, arguments
 
 
+def _indexer_blocks(shape: shapes.Indexer, chip: Chip) -> dict[str, int]:
+  return kernel_tpu.choose_blocks(shape.time, shape.keys, shape.block_q, chip.vmem)
+
+
 def _indexer_block(shape: shapes.Indexer, chip: Chip) -> int:
-  return kernel_tpu.choose_blocks(shape.time, shape.keys, shape.block_q, chip.vmem)['block_q']
+  return _indexer_blocks(shape, chip)['block_q']
 
 
 def _indexer_work(shape: shapes.Indexer, chip: Chip) -> Work:
@@ -91,11 +95,14 @@ _BISECTIONS = 14
 
 
 def _indexer_loops(shape: shapes.Indexer, chip: Chip):
-  layout = kernel_tpu.make_layout(shape.time, shape.keys, shape.topk, _indexer_block(shape, chip))
+  blocks = _indexer_blocks(shape, chip)
+  layout = kernel_tpu.make_layout(
+    shape.time, shape.keys, shape.topk, blocks['block_q'], blocks['step']
+  )
   parts, groups = layout.parts, layout.groups
-  steps = -(-shape.keys // (kernel_tpu.STEP * groups))
+  steps = -(-shape.keys // (layout.step * groups))
   cells = kernel_tpu.PART // groups  # Rows of each half of the cells.
-  pieces = max(1, 2 * cells // kernel_tpu.STEP)
+  pieces = max(1, 2 * cells // layout.step)
   folds = parts * groups > kernel_tpu.FOLD_ABOVE
   # Selected keys of one row of words, and four standard deviations for the fullest of 128 rows.
   row = shape.topk * min(1.0, kernel_tpu.PART / shape.keys)
@@ -205,7 +212,7 @@ OPS: tuple[Op, ...] = (
     'sparse_mla_paged',
     tuple(shapes.select(shapes.Decode)),
     lambda shape, chip: sparse_mla_cases.build_decode(shape, chip.name),
-    lambda shape, chip: Work(*sparse_mla_cases.work_decode(shape)),
+    lambda shape, chip: Work(*sparse_mla_cases.work_decode(shape, chip.name)),
   ),
   Op(
     'indexer_kl',
@@ -222,9 +229,16 @@ def _peer_work(shape, chip: Chip) -> Work:
 
 
 # JAX's own kernels and a plain matmul, through the same reader: what the numbers are worth.
+def _ragged_work(shape, chip: Chip) -> Work:
+  m, k, n = peers.RAGGED_TILES[chip.name]
+  return _peer_work(shape._replace(m=m, k=k, n=n), chip)
+
+
 PEERS: tuple[Op, ...] = (
   Op('matmul', peers.MATMULS, lambda s, _: peers.matmul(s), _peer_work),
   Op('splash', peers.SPLASH, lambda s, _: peers.splash(s), _peer_work),
+  Op('megablox', peers.GROUPED, lambda s, _: peers.grouped(s), _peer_work),
+  Op('ragged_dot', peers.RAGGED, lambda s, _: peers.grouped(s), _ragged_work),
 )
 
 

@@ -90,6 +90,11 @@ class Report(NamedTuple):
   kernels: tuple[Kernel, ...]
 
 
+def hottest(kernel: Kernel) -> Steady:
+  """One iteration of the loop with the most matmuls."""
+  return max((loop.steady for loop in kernel.loops), key=lambda steady: steady.matmuls)
+
+
 class CompileError(RuntimeError):
   """The compiler refused a case; the message holds its last words."""
 

@@ -24,7 +24,7 @@ _FREE = frozenset({
   'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional', 'call',
   'after-all', 'opt-barrier', 'partition-id', 'replica-id', 'reshape', 'iota', 'add-dependency',
 })  # fmt: skip
-_GROUPED = ('ragged-dot', 'tgmm')  # XLA's grouped matmul; JAX's for its weights' gradient.
+_GROUPED = ('ragged-dot', 'tgmm', 'gmm')  # XLA's grouped matmul; JAX's, last for activations.
 # Names of the fusions with which XLA's asynchronous collectives start and end.
 FUSED_START, FUSED_DONE = 'async-collective-start', 'async-collective-done'
 # Change a part of their first operand; which operand is the part.
@@ -157,12 +157,14 @@ def _asynchronous(computations: dict[str, Computation]) -> tuple[set[int], set[i
 def parse(text: str) -> tuple[dict[str, Computation], str]:
   """All computations by name, and the name of the one that runs."""
   computations: dict[str, Computation] = {}
-  entry = current = ''
+  entry = current = name = ''
   for line in text.splitlines():
     if head := _HEAD.match(line):
-      current = head[2]
+      current, name = head[2], ''
       computations[current] = {}
       entry = current if head[1] else entry
+    elif line == '}':
+      name = ''
     elif current and (found := _INSTRUCTION.match(line)):
       root, name, result, opcode, rest = found.groups()
       operands = re.findall(r'%([\w.\-]+)', rest[: _closing(rest)])
@@ -170,6 +172,9 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
       computations[current][name] = Instruction(
         name, opcode, arrays, tuple(operands), rest, bool(root)
       )
+    elif name:  # A kernel's attributes may hold line breaks.
+      before = computations[current][name]
+      computations[current][name] = before._replace(text=before.text + line)
   return computations, entry
 
 

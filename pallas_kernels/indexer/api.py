@@ -53,6 +53,7 @@ def indexer_topk(
   *,
   implementation: Implementation = 'reference',
   block_q: int | None = None,
+  vmem: int = kernel_tpu.VMEM,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
   """The `topk` best keys of each query by index score, exactly and deterministically.
@@ -75,7 +76,8 @@ def indexer_topk(
     implementation: 'reference' is plain jax, 'tpu' the Pallas kernel. They round scores differently
       in the last bits, since they sum over heads in another order.
     block_q: queries a block of the kernel, a power of two from 8 to 128; None picks one that fits
-      64 MiB of VMEM.
+      `vmem`.
+    vmem: bytes of VMEM of a core; v6e has 128 MiB.
     interpret: for the kernel on CPU, as in `pallas_call` (`pltpu.InterpretParams()`).
 
   Returns:
@@ -91,7 +93,7 @@ def indexer_topk(
   q_slot, q_segment, k_segment = (x.astype(jnp.int32) for x in (q_slot, q_segment, k_segment))
   if implementation == 'reference':
     return reference.indexer_topk(q, weights, k, q_slot, q_segment, k_segment, topk)
-  blocks = kernel_tpu.choose_blocks(q.shape[1], k.shape[1], block_q)
+  blocks = kernel_tpu.choose_blocks(q.shape[1], k.shape[1], block_q, vmem)
   return kernel_tpu.indexer_topk(
     q, weights, k, q_slot, q_segment, k_segment, topk, **blocks, interpret=interpret
   )

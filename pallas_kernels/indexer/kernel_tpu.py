@@ -36,7 +36,12 @@ _LANES, _SUBLANES = 128, 8
 _UNIT = 256  # Keys whose mask bits make one word a sublane.
 PART = 4096  # Keys whose words fill the lanes of one row after the transpose.
 STEP = 1024  # Rows of the tile that one grid step scores.
+# The same, above so many keys, for at least so many queries a block and where VMEM has room for it.
+# No matmul overlaps with the start and the end of a step, so fewer steps keep the MXU busier; but a
+# block scores half a step in vain behind its last visible key.
+LONG_STEP, LONG_KEYS, LONG_BLOCK = 2048, 65_536, 64
 _TABLE = PART // 32  # Rows of words of one part.
+VMEM = 64 * 2**20  # Bytes a core, of the smallest of the supported chips.
 NARROWING = 7  # Counts over the tile before the candidates are folded.
 FOLD_ABOVE = 4  # Folding pays above so many times the number of cells.
 
@@ -50,6 +55,11 @@ class Layout(NamedTuple):
   parts: int  # Rows of the tile / 4096.
   topk: int  # K.
   slots: int  # K, padded to a multiple of 128.
+  step: int = STEP  # Rows of the tile that one grid step scores, and one round of a sweep reads.
+
+  @property
+  def steps_per_part(self) -> int:
+    return PART // self.step
 
 
 def divide(x, power: int):
@@ -57,14 +67,14 @@ def divide(x, power: int):
   return x >> (power.bit_length() - 1), x & (power - 1)
 
 
-def _parts(steps) -> jax.Array:
+def _parts(steps, layout: Layout) -> jax.Array:
   """Parts of the tile that hold the rows of so many grid steps."""
-  per_part = PART // STEP
+  per_part = layout.steps_per_part
   return divide(steps + (per_part - 1), per_part)[0]
 
 
-def make_layout(time: int, keys: int, topk: int, block_q: int) -> Layout:
-  """The sizes of a call with T, S and K."""
+def make_layout(time: int, keys: int, topk: int, block_q: int, step: int = STEP) -> Layout:
+  """The sizes of a call with T, S and K; `block_q` and `step` as `choose_blocks` gives them."""
   groups = _LANES // block_q
   return Layout(
     block_q=block_q,
@@ -73,6 +83,7 @@ def make_layout(time: int, keys: int, topk: int, block_q: int) -> Layout:
     parts=-(-keys // (groups * PART)),
     topk=topk,
     slots=-(-topk // _LANES) * _LANES,
+    step=step,
   )
 
 
@@ -137,8 +148,8 @@ def _score_step(step, refs, layout: Layout):
   q_ref, w_ref, q_slot_ref, q_segment_ref, k_ref, k_segment_ref, tile, sample, seen = refs
   groups = layout.groups
   offset, group = _position(groups)
-  part, within = divide(step, PART // STEP)
-  base = part * (groups * PART) + within * STEP
+  part, within = divide(step, layout.steps_per_part)
+  base = part * (groups * PART) + within * layout.step
   # A key is visible if what its row adds to the position is at most this.
   room = q_slot_ref[0, 0] - offset - base
   q_segment = q_segment_ref[0, 0]
@@ -158,13 +169,13 @@ def _score_step(step, refs, layout: Layout):
       masked.append(jnp.where(visible, u[i], LOWEST))
       count = count + visible.astype(jnp.int32)
     seen[...] += count
-    tile[pl.ds(pl.multiple_of(step * STEP + row, _UNIT), _UNIT), :] = jnp.concatenate(masked)
-    sampled = pl.multiple_of((step * STEP + row) >> 5, _SUBLANES)
+    tile[pl.ds(pl.multiple_of(step * layout.step + row, _UNIT), _UNIT), :] = jnp.concatenate(masked)
+    sampled = pl.multiple_of((step * layout.step + row) >> 5, _SUBLANES)
     sample[pl.ds(sampled, _SUBLANES), :] = masked[0]
     return _
 
   # Unrolled: one unit's mask is computed while the next one's matmuls run.
-  jax.lax.fori_loop(0, STEP // _UNIT, body, 0, unroll=True)
+  jax.lax.fori_loop(0, layout.step // _UNIT, body, 0, unroll=True)
 
 
 def _sum_registers(x: jax.Array) -> jax.Array:
@@ -313,10 +324,10 @@ def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> Bracket:
   k, groups = layout.topk, layout.groups
 
   def count(t):
-    return _count(tile, steps, STEP, groups, lambda u, _: u >= t)
+    return _count(tile, steps, layout.step, groups, lambda u, _: u >= t)
 
   bracket = _widest(_all_groups(jnp.sum(seen[...], axis=0, keepdims=True), groups))
-  guesses = _sample_bounds(sample, _parts(steps), layout)
+  guesses = _sample_bounds(sample, _parts(steps, layout), layout)
 
   def narrow(carry):
     n, b = carry
@@ -331,13 +342,13 @@ def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> Bracket:
   _, bracket = jax.lax.while_loop(wide, narrow, (0, bracket))
 
   rows = PART // groups
-  chunks = _parts(steps) * groups
+  chunks = _parts(steps, layout) * groups
 
   def among_cells(b):
     _fold(tile, cells, chunks, b.high, rows)
 
     def cell_count(t):
-      piece = min(2 * rows, STEP)
+      piece = min(2 * rows, layout.step)
       return _count(cells, 2 * rows // piece, piece, groups, lambda u, _: u >= t)
 
     complete = cell_count(b.low) == b.at_low - b.at_high
@@ -349,14 +360,15 @@ def _threshold(tile, sample, cells, seen, steps, layout: Layout) -> Bracket:
   return _bisect(bracket, count, k, True)
 
 
-def _tile_positions(start, groups: int) -> jax.Array:
-  """[1024, 128] int32: key positions of the tile's rows from `start` on."""
+def _tile_positions(start, layout: Layout) -> jax.Array:
+  """[step, 128] int32: key positions of the tile's rows from `start` on."""
+  groups = layout.groups
   offset, _ = _position(groups)
   part, within = divide(start, PART)
-  n = jax.lax.broadcasted_iota(jnp.int32, (STEP // _SUBLANES, _SUBLANES, _LANES), 0)
+  n = jax.lax.broadcasted_iota(jnp.int32, (layout.step // _SUBLANES, _SUBLANES, _LANES), 0)
   base = part * (groups * PART) + within
   unit, i = divide(n, 32)
-  return (offset[None] + base + unit * _UNIT + i).reshape(STEP, _LANES)
+  return (offset[None] + base + unit * _UNIT + i).reshape(layout.step, _LANES)
 
 
 def _drop_ties(tile, steps, threshold, count, layout: Layout):
@@ -367,9 +379,9 @@ def _drop_ties(tile, steps, threshold, count, layout: Layout):
 
   def equal_from(cut):
     def predicate(u, start):
-      return (u == threshold) & (_tile_positions(start, groups) >= cut)
+      return (u == threshold) & (_tile_positions(start, layout) >= cut)
 
-    return _count(tile, steps, STEP, groups, predicate)
+    return _count(tile, steps, layout.step, groups, predicate)
 
   # The largest cut with at least `excess` equal entries at or above it.
   def body(_, bounds):
@@ -382,37 +394,38 @@ def _drop_ties(tile, steps, threshold, count, layout: Layout):
   cut, _ = jax.lax.fori_loop(0, size.bit_length(), body, (low, jnp.full((1, _LANES), size)))
 
   def hide(n, _):
-    start = pl.multiple_of(n * STEP, STEP)
-    u = tile[pl.ds(start, STEP), :]
-    drop = (u == threshold) & (_tile_positions(start, groups) >= cut) & (excess > 0)
-    tile[pl.ds(start, STEP), :] = jnp.where(drop, LOWEST, u)
+    start = pl.multiple_of(n * layout.step, layout.step)
+    u = tile[pl.ds(start, layout.step), :]
+    drop = (u == threshold) & (_tile_positions(start, layout) >= cut) & (excess > 0)
+    tile[pl.ds(start, layout.step), :] = jnp.where(drop, LOWEST, u)
     return _
 
   jax.lax.fori_loop(0, steps, hide, 0)
 
 
-def _clear_rest(tile, sample, steps, value):
+def _clear_rest(tile, sample, steps, value, layout: Layout):
   """Fills the rows after the last grid step's, to the end of its part."""
 
   def body(n, _):
-    for ref, rows in ((tile, STEP), (sample, STEP // 32)):
+    for ref, rows in ((tile, layout.step), (sample, layout.step // 32)):
       ref[pl.ds(pl.multiple_of(n * rows, rows), rows), :] = jnp.full((rows, _LANES), value)
     return _
 
-  jax.lax.fori_loop(steps, _parts(steps) * (PART // STEP), body, 0)
+  jax.lax.fori_loop(steps, _parts(steps, layout) * layout.steps_per_part, body, 0)
 
 
-def _pack(tile, packed, steps, threshold, groups: int) -> jax.Array:
+def _pack(tile, packed, steps, threshold, layout: Layout) -> jax.Array:
   """Words of the mask `tile >= threshold`: bit i of word c is key 32 c + i of its part and group.
 
   Returns the smallest entry of the mask, [1, 128].
   """
-  step_words = STEP // 32
+  step, groups = layout.step, layout.groups
+  step_words = step // 32
 
   def body(n, lowest):
-    u = tile[pl.ds(pl.multiple_of(n * STEP, STEP), STEP), :]
+    u = tile[pl.ds(pl.multiple_of(n * step, step), step), :]
     u = u.reshape(-1, 32, _SUBLANES, _LANES)
-    words = jnp.zeros((STEP // _UNIT, _SUBLANES, _LANES), jnp.int32)
+    words = jnp.zeros((step // _UNIT, _SUBLANES, _LANES), jnp.int32)
     for i in range(32):
       hit = u[:, i] >= threshold
       words = words | jnp.where(hit, jnp.int32(1 << i if i < 31 else LOWEST), 0)
@@ -422,8 +435,8 @@ def _pack(tile, packed, steps, threshold, groups: int) -> jax.Array:
     return lowest
 
   # Rows to the end of the last part are LOWEST: their words must be 0, not stale.
-  steps = _parts(steps) * (PART // STEP)
-  start = jnp.full((STEP // _UNIT, _SUBLANES, _LANES), reference.HIGHEST)
+  steps = _parts(steps, layout) * layout.steps_per_part
+  start = jnp.full((step // _UNIT, _SUBLANES, _LANES), reference.HIGHEST)
   lowest = jnp.min(jax.lax.fori_loop(0, steps, body, start), axis=(0, 1)).reshape(1, _LANES)
   while groups > 1:
     groups //= 2
@@ -540,9 +553,9 @@ def _kernel(steps_ref, *refs, layout: Layout):
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():
-    parts = _parts(steps)
+    parts = _parts(steps, layout)
     with jax.named_scope('threshold'):
-      _clear_rest(tile, packed, steps, LOWEST)
+      _clear_rest(tile, packed, steps, LOWEST, layout)
       found = _threshold(tile, packed, cells, seen, steps, layout)
 
     @pl.when(any_true(found.at_low > layout.topk))
@@ -551,7 +564,7 @@ def _kernel(steps_ref, *refs, layout: Layout):
         _drop_ties(tile, steps, found.low, found.at_low, layout)
 
     with jax.named_scope('pack'):
-      lowest = _pack(tile, packed, steps, found.low, layout.groups)
+      lowest = _pack(tile, packed, steps, found.low, layout)
       full = found.at_low >= layout.topk
       threshold_ref[0, 0] = reference.from_ordered_bits(jnp.where(full, lowest, LOWEST))
     with jax.named_scope('compact'):
@@ -599,21 +612,24 @@ def _arrange_keys(k, k_segment, layout: Layout):
 def _steps(q_slot, layout: Layout, keys: int) -> jax.Array:
   """[B, blocks]: grid steps until the last key that a query of the block may see."""
   last = jnp.minimum(jnp.max(q_slot, axis=(2, 3)), keys - 1)
-  span, per_part = layout.groups * PART, PART // STEP
-  within = jnp.minimum(last % span // STEP + 1, per_part)
+  span, per_part = layout.groups * PART, layout.steps_per_part
+  within = jnp.minimum(last % span // layout.step + 1, per_part)
   return jnp.where(last < 0, 0, last // span * per_part + within).astype(jnp.int32)
 
 
 def choose_blocks(
-  time: int, keys: int, block_q: int | None = None, vmem: int = 64 * 2**20
+  time: int, keys: int, block_q: int | None = None, vmem: int = VMEM
 ) -> dict[str, int]:
-  """`block_q` and `vmem` of `indexer_topk`: as many queries a block as VMEM holds scores of.
+  """Sizes for `indexer_topk`: as many queries a block as VMEM holds scores of.
 
   Args:
     time: T; a block is no larger than it needs to be.
     keys: S.
     block_q: the block if it is given, else None.
     vmem: bytes of VMEM of a core; 64 MiB is what the smallest of the supported chips has.
+
+  Returns:
+    'block_q', 'step' and 'vmem', the bytes that the kernel may use.
 
   Raises:
     ValueError: a given block is not possible, or not even 8 queries fit.
@@ -632,27 +648,36 @@ def choose_blocks(
     block_q = min((block for block in fitting if block >= time), default=max(fitting))
   elif block_q not in sizes:
     raise ValueError(f'indexer_topk: block_q={block_q}; choose one of {sizes}')
-  return dict(block_q=block_q, vmem=max(60 * 2**20, need(block_q)))
+  more = 2 * 2**20  # What the keys of a longer step take.
+  room = need(block_q) + more <= vmem - 2 * 2**20
+  long = keys > LONG_KEYS and block_q >= LONG_BLOCK and room
+  return dict(
+    block_q=block_q,
+    step=LONG_STEP if long else STEP,
+    vmem=max(60 * 2**20, need(block_q) + more * long),
+  )
 
 
 def indexer_topk(
-  q, weights, k, q_slot, q_segment, k_segment, topk: int, *, block_q: int, vmem: int, interpret
-):
+  q, weights, k, q_slot, q_segment, k_segment, topk: int, *, block_q: int, step: int, vmem: int,
+  interpret
+):  # fmt: skip
   """See `api.indexer_topk`.
 
   Args:
     q, weights, k, q_slot, q_segment, k_segment, topk: the op's arguments.
     block_q: queries a block, 8 to 128, a power of two.
+    step: rows of the tile that a grid step scores, a divisor of `PART`.
     vmem: bytes of VMEM that the kernel may use.
     interpret: what `pallas_call` takes.
   """
   batch, time = q_slot.shape
-  layout = make_layout(time, k.shape[1], topk, block_q)
+  layout = make_layout(time, k.shape[1], topk, block_q, step)
   groups = layout.groups
   queries = _arrange_queries(q, weights, q_slot, q_segment, layout)
   keys = _arrange_keys(k, k_segment, layout)
   steps = _steps(queries[2], layout, k.shape[1])
-  per_part = PART // STEP
+  per_part = layout.steps_per_part
 
   def per_block(b, t, s, steps):
     return b, t, 0, 0
@@ -689,9 +714,9 @@ def indexer_topk(
         pl.BlockSpec((1, 1, *queries[1].shape[2:]), per_block),
         lane_spec,
         lane_spec,
-        pl.BlockSpec((1, 1, groups, STEP, keys[0].shape[-1]), lambda *a: (*per_step(*a), 0)),
+        pl.BlockSpec((1, 1, groups, layout.step, keys[0].shape[-1]), lambda *a: (*per_step(*a), 0)),
         pl.BlockSpec(
-          (1, 1, groups, STEP // _UNIT, _SUBLANES, 32), lambda *a: (*per_step(*a), 0, 0)
+          (1, 1, groups, layout.step // _UNIT, _SUBLANES, 32), lambda *a: (*per_step(*a), 0, 0)
         ),
       ],
       out_specs=[

@@ -18,6 +18,7 @@ from pallas_kernels.indexer_kl.tiles import Sizes
 from pallas_kernels.sparse_mla import api as sparse
 from pallas_kernels.sparse_mla.layout import LANES, pad_to, round_up
 from pallas_kernels.sparse_mla.stream import LOG2_E, Blocks
+from pallas_kernels.tuning import best_blocks
 
 Implementation = Literal['reference', 'tpu']
 
@@ -40,12 +41,6 @@ class Tuning(sparse.Tuning):
 # Keys up to which the sparse stage is masked-dense as well; see `indexer_kl`.
 DENSE_KEYS = 16_384
 
-# Forward and backward; docs/kernels_kl.md has the measurements.
-TUNING: dict[sparse.Regime, tuple[Tuning, Tuning]] = {
-  'dense': (Tuning(16, 4, 1024, 256), Tuning(16, 4, 1024, 512)),
-  'gather': (Tuning(16, 4, 512, 256), Tuning(16, 4, 512, 256)),
-}
-
 
 def _fit(t: Tuning, keys: int) -> Tuning:
   """Chunks no longer than the sequence."""
@@ -64,12 +59,16 @@ def make_config(
   span: int = 8192,
   interpret: Any = False,
 ) -> sparse.Config:
-  """Static arguments with what is None chosen by the number of keys."""
+  """Static arguments with what is None chosen by chip and number of keys."""
   regime = regime or ('dense' if keys <= DENSE_KEYS else 'gather')
-  defaults = [_fit(tuning, keys) for tuning in TUNING[regime]]
+  chip = chip or sparse.chip_name()
+
+  def best(direction):
+    return _fit(Tuning(*best_blocks(chip, 'indexer_kl', regime, direction)), keys)
+
   return sparse.make_config(
-    scale, width, keys, regime, chip, forward or defaults[0], backward or defaults[1], span,
-    interpret,
+    scale, width, keys, regime, chip, forward or best('forward'), backward or best('backward'),
+    span, interpret,
   )  # fmt: skip
 
 
@@ -304,7 +303,7 @@ def indexer_kl(
 
   The TPU kernels read the keys like `sparse_mla`: masked-dense ('dense') or, in the sparse stage,
   gathered ('gather'). By the compiler's schedules the gathered backward wins once the visible keys
-  exceed 1.79 U / 2.85 U (v5p / v6e) for a union U of 16 queries' selections; None gathers above
+  exceed 1.66 U / 2.68 U / 2.82 U (v5p / v6e / tpu7x) for a union U of 16 queries; None gathers above
   S = DENSE_KEYS = 16,384. docs/kernels_kl.md has the roofline and the measurements.
 
   Args:

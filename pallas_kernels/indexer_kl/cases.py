@@ -42,16 +42,18 @@ def _shapes():
 SHAPES = tuple(_shapes())
 
 
-def _config(shape: IndexerKl, chip: str):
+def _config(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
   regime: Regime | None = 'dense' if shape.stage == 'dense' else None
-  return api.make_config(shape.width**-0.5, shape.width, shape.keys, regime, chip=chip)
+  return api.make_config(
+    shape.width**-0.5, shape.width, shape.keys, regime, chip, forward=tuning, backward=tuning
+  )
 
 
-def build(shape: IndexerKl, chip: str):
+def build(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
   """(function, abstract arguments) for the compiler; `chip` is 'v5p', 'v6e' or 'tpu7x'.
 
   The kernel alone: the sorts that XLA arranges gathered rows with take it minutes to compile, and
-  are not in the schedule.
+  are not in the schedule. `tuning` are block sizes in place of the chip's.
   """
   s = shape
 
@@ -63,7 +65,7 @@ def build(shape: IndexerKl, chip: str):
   selection: jax.ShapeDtypeStruct | Visible = integers(s.time, s.topk)
   if s.stage == 'dense':
     selection = Visible(integers(s.time), integers(s.time), integers(s.keys))
-  config = _config(shape, chip)
+  config = _config(shape, chip, tuning)
   sizes = api.make_sizes(config, config.backward if s.backward else config.forward, q, index_q)
 
   def arrange(q, lse, index_q, weights, latents, index_k, selection):

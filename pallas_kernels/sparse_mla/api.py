@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.residuals import ATTENTION
 from pallas_kernels.sparse_mla import kernel_backward, kernel_forward, layout, reference
 from pallas_kernels.sparse_mla.stream import LOG2_E, Blocks
+from pallas_kernels.tuning import best_blocks
 
 Implementation = Literal['reference', 'tpu']
 Regime = Literal['dense', 'gather']
@@ -52,20 +53,11 @@ class Config:
   interpret: Any = False
 
 
-# (chip, regime) -> forward, backward. Where the forward's blocks hold fewer queries than the
-# backward's # a block's union is smaller; docs/kernels_sparse_mla.md has the measurements.
-TUNING: dict[tuple[str, Regime], tuple[Tuning, Tuning]] = {
-  ('v5p', 'dense'): (Tuning(16, 4, 1024), Tuning(16, 4, 512)),
-  ('v5p', 'gather'): (Tuning(4, 2, 512), Tuning(8, 4, 512)),
-  ('v6e', 'dense'): (Tuning(16, 4, 1024), Tuning(16, 4, 512)),
-  ('v6e', 'gather'): (Tuning(8, 4, 512), Tuning(16, 4, 512)),
-  ('tpu7x', 'dense'): (Tuning(16, 4, 1024), Tuning(16, 4, 512)),
-  ('tpu7x', 'gather'): (Tuning(8, 4, 512), Tuning(16, 4, 512)),
-}
 _CORES = {'v5p': 2, 'v6e': 1, 'tpu7x': 1}
 
 
-def _chip() -> str:
+def chip_name() -> str:
+  """'v5p', 'v6e' or 'tpu7x': the mesh's or the first device's; of others, the nearest."""
   # A mesh may be of devices to compile for, of which this machine has none.
   device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
   kind = device.device_kind.lower()
@@ -76,7 +68,7 @@ def _chip() -> str:
 
 def cores(chip: str | None = None) -> int:
   """TensorCores of a device of this chip; None asks the mesh, or the first device."""
-  return _CORES[chip or _chip()]
+  return _CORES[chip or chip_name()]
 
 
 def _blocks(c: Config, tuning: Tuning, heads: int, width: int, dtype) -> Blocks:
@@ -262,17 +254,23 @@ def make_config(
   interpret: Any = False,
 ) -> Config:
   """Static arguments with what is None chosen by chip and number of keys."""
-  chip = chip or _chip()
+  chip = chip or chip_name()
   regime = regime or choose_regime(keys)
-  if (chip, regime) not in TUNING:
-    raise ValueError(f'no block sizes for {chip!r}, {regime!r}: expected one of {sorted(TUNING)}')
-  defaults = TUNING[chip, regime]
+  if chip not in _CORES or regime not in ('dense', 'gather'):
+    raise ValueError(
+      f"expected chip to be one of {sorted(_CORES)} and regime 'dense' or 'gather', got {chip!r} "
+      f'and {regime!r}'
+    )
+
+  def best(direction):
+    return Tuning(*best_blocks(chip, 'sparse_mla', regime, direction))
+
   return Config(
     scale=float(scale),
     latent_dim=latent_dim,
     regime=regime,
-    forward=forward or defaults[0],
-    backward=backward or defaults[1],
+    forward=forward or best('forward'),
+    backward=backward or best('backward'),
     cores=_CORES[chip],
     span=span,
     interpret=interpret,
@@ -332,7 +330,7 @@ def sparse_mla(
     between K and min(M K, S) for blocks of M queries, and so never above the visible keys.
 
   By the compiler's schedules masked-dense wins while the visible keys n are below 1.15 U / 1.57 U
-  / 1.70 U forward and 1.26 U / 1.40 U / 1.35 U backward (v5p / v6e / tpu7x). A causal sequence has
+  / 1.70 U forward and 1.25 U / 1.39 U / 1.34 U backward (v5p / v6e / tpu7x). A causal sequence has
   n = S / 2 on average: S up to 5K-7K if the selections of a block coincide, 9K-14K if U = 2 K. None
   chooses masked-dense up to S = DENSE_KEYS = 8,192, where the gradients of all keys fit in VMEM.
   docs/kernels_sparse_mla.md has the roofline and the measurements.

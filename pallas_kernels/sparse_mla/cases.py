@@ -2,13 +2,14 @@
 queries."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.shapes import Decode
-from pallas_kernels.sparse_mla import api, layout, paged
+from pallas_kernels.sparse_mla import api, kernel_backward, kernel_forward, layout, paged
 
 
 class SparseMla(NamedTuple):
@@ -32,36 +33,59 @@ SHAPES = (
   SparseMla('train-32k', 'train', 4096, 32_768),
   SparseMla('train-200k', 'train', 4096, 202_752),
   SparseMla('train-4k-backward', 'train', 4096, 4096, backward=True),
+  SparseMla('train-32k-backward', 'train', 4096, 32_768, backward=True),
   SparseMla('train-200k-backward', 'train', 4096, 202_752, backward=True),
 )
 
 
-def _tuning(shape: SparseMla, chip: str) -> tuple[api.Regime, api.Tuning]:
-  regime = api.choose_regime(shape.keys)
-  return regime, api.TUNING[chip, regime][shape.backward]
+def _config(shape: SparseMla, chip: str, tuning: api.Tuning | None) -> api.Config:
+  width = shape.latent_dim + shape.rope_dim
+  return api.make_config(
+    width**-0.5, shape.latent_dim, shape.keys, chip=chip, forward=tuning, backward=tuning
+  )
 
 
-def build(shape: SparseMla, chip: str):
-  """(function, abstract arguments) for the compiler; `chip` is 'v5p', 'v6e' or 'tpu7x'."""
+def build(shape: SparseMla, chip: str, tuning: api.Tuning | None = None):
+  """(function, abstract arguments) of the kernel for 'v5p', 'v6e' or 'tpu7x'.
+
+  The kernel alone: the sorts that make the lists of gathered rows take the compiler minutes, and
+  are not in the schedule. `tuning` are block sizes in place of the chip's.
+  """
   s = shape
-  width = s.latent_dim + s.rope_dim
-  q = jax.ShapeDtypeStruct((s.batch, s.time, s.heads, width), s.dtype)
-  latents = jax.ShapeDtypeStruct((s.batch, s.keys, width), s.dtype)
-  indices = jax.ShapeDtypeStruct((s.batch, s.time, s.topk), jnp.int32)
-  config = api.make_config(width**-0.5, s.latent_dim, s.keys, chip=chip)
-  if not s.backward:
-    return functools.partial(_forward, config), (q, latents, indices)
-  out = jax.ShapeDtypeStruct((s.batch, s.time, s.heads, s.latent_dim), s.dtype)
-  lse = jax.ShapeDtypeStruct((s.batch, s.time, s.heads), jnp.float32)
-  return functools.partial(_backward, config), (q, latents, indices, out, lse, out, lse)
+  c = _config(shape, chip, tuning)
+  b = api._blocks(
+    c, c.backward if s.backward else c.forward, s.heads, s.latent_dim + s.rope_dim, s.dtype
+  )
 
+  def struct(*dims, dtype=s.dtype):
+    return jax.ShapeDtypeStruct((s.batch, *dims), dtype)
 
-def _forward(config, q, latents, indices):
-  return api.attend(q, latents, indices, config)
+  def arrange(q, latents, indices, dout, lse):
+    arguments = {
+      'q': api._rows(layout.pad_features(q, s.latent_dim), b, b.features),
+      'keys': api._keys(latents, c, b),
+      **api._selection(indices, s.keys, c, b),
+    }
+    if s.backward:
+      arguments |= {'dout': api._rows(dout, b, b.latent), 'lse': api._per_row(lse, b)}
+      arguments['delta'] = arguments['lse']
+      arguments['sums'] = kernel_backward.zero_sums(arguments['keys'].shape[0], b)
+    return arguments
 
-
-def _backward(config, q, latents, indices, out, lse, dout, dlse):
-  return api.attend_backward(config, (q, latents, indices, out, lse), (dout, dlse))[:2]
+  arguments = jax.eval_shape(
+    arrange,
+    struct(s.time, s.heads, s.latent_dim + s.rope_dim),
+    struct(s.keys, s.latent_dim + s.rope_dim),
+    struct(s.time, s.topk, dtype=jnp.int32),
+    struct(s.time, s.heads, s.latent_dim),
+    struct(s.time, s.heads, dtype=jnp.float32),
+  )
+  kernel: Callable[..., Any] = kernel_forward.forward
+  if s.backward:
+    kernel = functools.partial(
+      kernel_backward.backward, sequence_keys=layout.round_up(s.keys, b.keys)
+    )
+  return lambda arguments: kernel(**arguments, blocks=b, interpret=False), (arguments,)
 
 
 def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
@@ -70,7 +94,8 @@ def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
   `queries` is the share of its block's queries that a chunk is worth when a query reads `topk`
   keys, which holds for the gathered regime when the selections of a block coincide.
   """
-  regime, t = _tuning(shape, chip)
+  c = _config(shape, chip, None)
+  regime, t = c.regime, c.backward if shape.backward else c.forward
   width = shape.latent_dim + shape.rope_dim
   widths = 3 * width + 2 * shape.latent_dim if shape.backward else width + shape.latent_dim
   gradient = (8 * width, 8 * 640) if shape.backward and regime == 'gather' else (0, 0)
@@ -83,17 +108,20 @@ def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
   )
 
 
-def build_decode(shape: Decode, chip: str):
+def build_decode(shape: Decode, chip: str, chunk: int | None = None):
   """(function, abstract arguments) of `sparse_mla_paged` on packed pages, lists of rows given.
 
   The sorts that make the lists are left out: at K = 2,048 the compiler spends minutes on them.
+  `chunk` are keys of a chunk in place of the chip's.
   """
   s = shape
   width = s.latent_dim + s.rope_dim
   regime = paged.choose_regime(s.keys)
   c = api.make_config(width**-0.5, s.latent_dim, s.keys, regime, chip)
   q = jax.ShapeDtypeStruct((s.batch, s.time, s.heads, width), s.dtype)
-  b = paged.make_blocks(c, q.shape, q.dtype, s.page_size, paged.CHUNK[c.regime])
+  b = paged.make_blocks(
+    c, q.shape, q.dtype, s.page_size, chunk or paged.choose_chunk(chip, c.regime)
+  )
   pool = (s.batch * s.keys // s.page_size + 1, s.page_size)
   selection = jax.eval_shape(
     lambda indices, table: paged.select(indices, table, pool, b),
@@ -104,14 +132,14 @@ def build_decode(shape: Decode, chip: str):
   return functools.partial(paged.attend, b=b, latent_dim=s.latent_dim), (q, pages, selection)
 
 
-def work_decode(shape: Decode) -> tuple[float, float, float, float]:
+def work_decode(shape: Decode, chip: str) -> tuple[float, float, float, float]:
   """As `work`, of a chunk of one sequence whose queries all select the same keys.
 
   In the dense regime a chunk is one of those of the whole context.
   """
   s = shape
   regime = paged.choose_regime(s.keys)
-  chunk = paged.CHUNK[regime]
+  chunk = paged.choose_chunk(chip, regime)
   read = s.keys if regime == 'dense' else s.topk
   width = s.latent_dim + s.rope_dim
   query = s.heads * (2 * width + 2 * s.latent_dim + 4)

@@ -15,12 +15,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.sparse_mla import api, kernel_forward, kernel_move, layout, reference
 from pallas_kernels.sparse_mla.stream import Blocks
+from pallas_kernels.tuning import best_blocks
 
 MAX_QUERIES = 8
 # Keys up to which whole pages are read; docs/kernels_decode.md has the measurements.
 DENSE_KEYS = 4096
-# Keys of a chunk.
-CHUNK: dict[api.Regime, int] = {'dense': 1024, 'gather': 512}
 # Queries of a block that a number of new tokens is padded to, and queries of one matmul.
 _TOGETHER = {1: 1, 2: 2, 3: 3, 4: 4, 6: 3, 8: 4}
 # Sequences whose selected rows the reference holds at a time.
@@ -163,12 +162,17 @@ def choose_regime(keys: int) -> api.Regime:
   return 'dense' if keys <= DENSE_KEYS else 'gather'
 
 
+def choose_chunk(chip: str, regime: api.Regime) -> int:
+  """Keys of a chunk, from the table of `pallas_kernels/tuning.py`."""
+  return best_blocks(chip, 'sparse_mla_paged', regime, 'forward')[2]
+
+
 def make_blocks(c: api.Config, q_shape, dtype, page_size: int, chunk: int) -> Blocks:
   """Static sizes: one block of queries a sequence."""
   _, time, heads, width = q_shape
   queries = min(n for n in _TOGETHER if n >= time)
-  tuning = api.Tuning(queries, _TOGETHER[queries], chunk)
-  b = api._blocks(dataclasses.replace(c, regime='gather'), tuning, heads, width, dtype)
+  sizes = api.Tuning(queries, _TOGETHER[queries], chunk)
+  b = api._blocks(dataclasses.replace(c, regime='gather'), sizes, heads, width, dtype)
   return dataclasses.replace(b, granule=page_size if c.regime == 'dense' else 1, tails=True)
 
 
@@ -290,7 +294,7 @@ def sparse_mla_paged(
       schedules one token is faster gathered from 5K to 6K keys on, drafts while the union of their
       selections is small; docs/kernels_decode.md.
     chip: 'v5p', 'v6e' or 'tpu7x'; None asks the mesh, or the first device.
-    chunk: keys of a chunk in place of `CHUNK`'s.
+    chunk: keys of a chunk in place of the chip's.
     interpret: passed to pallas_call.
 
   Returns:
@@ -316,7 +320,7 @@ def sparse_mla_paged(
   c = api.make_config(
     scale, latent_dim, keys, regime or choose_regime(keys), chip, interpret=interpret
   )
-  chunk = chunk or CHUNK[c.regime]
+  chunk = chunk or choose_chunk(chip or api.chip_name(), c.regime)
   if c.regime == 'dense' and chunk % size:
     raise ValueError(f'sparse_mla_paged: pages of {size} tokens do not divide a chunk of {chunk}')
   blocks = make_blocks(c, q.shape, q.dtype, size, chunk)

@@ -71,6 +71,10 @@ def test_reasons():
     ' 120.53G of 95.74G hbm. Exceeded hbm capacity by 24.79G.'
   )
   assert aot_table.reason(f'{compiler}\n\nProgram: 99.0G') == 'does not fit: 120.53G of 95.74G'
+  temporaries = (
+    'error: the total memory required for HLO temporaries (321.00G) exceeds available HBM (95.74G).'
+  )
+  assert aot_table.reason(temporaries) == 'does not fit: 321.00G of temporaries, of 95.74G'
   assert aot_table.reason('warning\nerror: no such axis\n') == 'no such axis'
   assert aot_table.reason('') == ''
 

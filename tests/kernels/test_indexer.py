@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import indexer_topk, shapes
+from pallas_kernels.indexer import kernel_tpu
 from pallas_kernels.interpret import races_found
 
 
@@ -94,6 +95,32 @@ def test_selects_what_sorting_selects(case, implementation, capfd):
     check(case, implementation, inputs(case, seed))
   check(case, implementation, inputs(case, 2, grid=0))  # All scores equal: the lowest positions.
   assert 'RACE DETECTED' not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ('keys', 'vmem', 'block_q', 'step'),
+  [
+    (4096, 64, 128, 1024),
+    (131_072, 64, 64, 2048),
+    (131_072, 128, 128, 2048),
+    (202_752, 64, 64, 1024),  # No room for longer steps.
+    (202_752, 128, 128, 2048),
+  ],
+)
+def test_blocks_fit_vmem(keys, vmem, block_q, step):
+  found = kernel_tpu.choose_blocks(4096, keys, vmem=vmem << 20)
+  assert (found['block_q'], found['step']) == (block_q, step)
+  assert found['vmem'] <= (vmem - 2) << 20
+
+
+@pytest.mark.parametrize(('name', 'block_q'), [('test-blocks', 128), ('test-four-groups', 64)])
+def test_long_steps(name, block_q, monkeypatch):
+  """The steps that sequences of more than 65,536 keys have, on short ones."""
+  monkeypatch.setattr(kernel_tpu, 'LONG_KEYS', 0)
+  # Another name is another program.
+  case = BY_NAME[name]._replace(name=f'{name}-long-steps', block_q=block_q)
+  check(case, 'tpu', inputs(case, 0))
+  check(case, 'tpu', inputs(case, 2, grid=0))
 
 
 @pytest.mark.parametrize('implementation', IMPLEMENTATIONS)

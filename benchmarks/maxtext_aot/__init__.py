@@ -1,0 +1,1 @@
+"""MaxText's training step beside ours, both compiled for TPUs that are not here."""
