@@ -443,10 +443,18 @@ def _traffic(
     return _hbm(instruction.result) + sum(_hbm(o.result) for o in operands)
   inside = computations[next(called_by(instruction))]
   written, read = _hbm(instruction.result), 0.0
+  # What a collective under way has as buffers, the fusions beside it hand on.
+  passed = set()
+  if instruction.name.startswith(FUSED_DONE) or 'calls=%async_collective' in instruction.text:
+    passed = {int(n) for n in re.findall(r'\}: \((\d+), \{', instruction.text)}
   for parameter in inside.values():
     if parameter.opcode != 'parameter':
       continue
-    operand = operands[int(parameter.text.split(')')[0])]
+    number = int(parameter.text.split(')')[0])
+    operand = operands[number]
+    if number in passed:
+      written -= _hbm(operand.result)
+      continue
     touched, updated = _touched(parameter, inside, computations)
     whole = _hbm(operand.result)
     if touched is None or not whole:

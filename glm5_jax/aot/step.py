@@ -51,41 +51,16 @@ class Job(NamedTuple):
   Attributes:
     lower: Lowers it, without a single array.
     mesh, model: Where, and of what.
-    rows, seq_len, micro_batches: Of a step, of all chips.
-    stage: What it trains.
-    mtp: MTP steps, and the share of the rows that have them.
-    topk: Keys that a query attends to; None for all.
+    tokens: Of a step, of all chips.
+    model_flops, zero3_bytes: See the functions of these names.
   """
 
   lower: Callable[[], jax.stages.Lowered]
   mesh: Mesh
   model: ModelConfig
-  rows: int
-  seq_len: int
-  micro_batches: int
-  stage: Stage
-  mtp: tuple[int, float]
-  topk: int | None
-
-  def zero3_bytes(self) -> float:
-    """What a device would send in a step if all of them divided nothing but the batch and the state.
-
-    In each micro-batch every parameter is gathered twice, forward and backward, and the gradient of
-    every trained one is scattered once, all in the type of the computation.
-    """
-    params = abstract_params(self.model)
-
-    def count(tree: Any) -> int:
-      return sum(x.size for x in jax.tree.leaves(tree))
-
-    numbers = 2 * count(params) + count(self.stage.split(params)[0])
-    return float(numbers * jnp.dtype(self.model.dtype).itemsize * self.micro_batches)
-
-  def model_flops(self) -> float:
-    """Of a step on full rows of one document each."""
-    positions = np.broadcast_to(np.arange(self.seq_len), (1, self.seq_len))
-    pairs = flops.count_pairs(positions, None, self.topk)
-    return self.rows * flops.train_flops(self.model, self.seq_len, pairs, *self.mtp, self.stage)
+  tokens: int
+  model_flops: float
+  zero3_bytes: float
 
 
 class Needs(NamedTuple):
@@ -185,7 +160,7 @@ def compile_step(config: Mapping[str, Any], topology: Topology, plan: bool = Fal
     argument_bytes=found.argument_bytes * per_chip,
     temporary_bytes=found.temporary_bytes * per_chip, peak_bytes=found.peak_bytes * per_chip,
     fits=found.peak_bytes <= chip.hbm_bytes, compile_seconds=seconds, work=work, flops=work.flops * per_chip,
-    model_flops=job.model_flops(), tokens=job.rows * job.seq_len, zero3_bytes=job.zero3_bytes(),
+    model_flops=job.model_flops, tokens=job.tokens, zero3_bytes=job.zero3_bytes,
     roofline=roofline(chip, work.flops, work.bytes, sent, sum(hidden.values())), hidden=hidden,
   )  # fmt: skip
 
@@ -199,11 +174,50 @@ def training_job(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Jo
   parts = prepare(config)
   mesh = prepare_mesh(config, parts, devices) or sharding.make_mesh({}, devices[:1])
   infilling = config['data'].get('objective') == 'infilling'
-  plan, objective = parts.plan, parts.objective
   return Job(
-    functools.partial(lower, parts, mesh, infilling), mesh, parts.model, plan.rows, plan.seq_len,
-    plan.micro_batches, objective.stage, (objective.mtp_steps, objective.mtp_fraction), plan.topk,
+    functools.partial(lower, parts, mesh, infilling), mesh, parts.model,
+    parts.plan.rows * parts.plan.seq_len, model_flops(parts), zero3_bytes(parts),
   )  # fmt: skip
+
+
+def model_flops(parts: Parts) -> float:
+  """Of a training step on full rows of one document each."""
+  plan, objective = parts.plan, parts.objective
+  mtp = objective.mtp_steps, objective.mtp_fraction
+  return _model_flops(parts.model, plan.rows, plan.seq_len, plan.topk, mtp, objective.stage)
+
+
+def _model_flops(
+  model: ModelConfig,
+  rows: int,
+  seq_len: int,
+  topk: int | None,
+  mtp: tuple[int, float],
+  stage: Stage,
+) -> float:
+  positions = np.broadcast_to(np.arange(seq_len), (1, seq_len))
+  pairs = flops.count_pairs(positions, None, topk)
+  steps, share = mtp
+  return rows * flops.train_flops(model, seq_len, pairs, steps, share, stage)
+
+
+def zero3_bytes(parts: Parts) -> float:
+  """What a device would send in a step if all of them divided nothing but the batch and the state.
+
+  In each micro-batch every parameter is gathered twice, forward and backward, and the gradient of
+  every trained one is scattered once, all in the type of the computation.
+  """
+  return _zero3_bytes(parts.model, parts.objective.stage, parts.plan.micro_batches)
+
+
+def _zero3_bytes(model: ModelConfig, stage: Stage, micro_batches: int) -> float:
+  params = abstract_params(model)
+
+  def count(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+  numbers = 2 * count(params) + count(stage.split(params)[0])
+  return float(numbers * jnp.dtype(model.dtype).itemsize * micro_batches)
 
 
 def lower(parts: Parts, mesh: Mesh, infilling: bool = False) -> jax.stages.Lowered:
@@ -252,7 +266,9 @@ def policy_job(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Job:
       return step.trace(state, batch).lower(lowering_platforms=('tpu',))
 
   topk = parts.model.index_topk if parts.model.sparse_attention else None
-  return Job(lower, mesh, parts.model, rows, seq_len, rows // at_once, POLICY_STAGE, (0, 1.0), topk)
+  work = _model_flops(parts.model, rows, seq_len, topk, (0, 1.0), POLICY_STAGE)
+  sent = _zero3_bytes(parts.model, POLICY_STAGE, rows // at_once)
+  return Job(lower, mesh, parts.model, rows * seq_len, work, sent)
 
 
 def _rows(mesh: Mesh, rows: int, seq_len: int, dtype: str) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.indexer.api import indexer_topk
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.sparse_mla import sparse_mla
+from pallas_kernels.tuning import best_blocks
 
 T, N, L, R, I, J, K = 4096, 16, 128, 128, 8, 128, 256
 
@@ -92,5 +93,7 @@ def test_the_indexers_loss_computes_scores_and_target_again():
     return jnp.sum(call(*arguments))
 
   both = _estimates(jax.grad(loss), arguments[3], arguments)
-  pairs = 2 * T * K
-  assert [f for f, _ in both] == [pairs * (N * (L + R) + n * I * J) for n in (1, 3)]
+  for (flops, _), products, direction in zip(both, (1, 3), ('forward', 'backward'), strict=True):
+    queries, _, chunk, _ = best_blocks('v5p', 'indexer_kl', 'gather', direction)
+    read = -(-queries * K // chunk) * chunk / queries  # A block's list is whole chunks.
+    assert flops == 2 * T * read * (N * (L + R) + products * I * J)
