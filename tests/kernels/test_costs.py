@@ -10,7 +10,7 @@ from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.sparse_mla import sparse_mla
 from pallas_kernels.tuning import best_blocks
 
-T, N, L, R, I, J, K = 4096, 16, 128, 128, 8, 128, 256
+T, N, L, R, I, J, K = 4096, 16, 128, 128, 16, 128, 256
 
 
 def _shape(*dims, dtype='bfloat16'):
