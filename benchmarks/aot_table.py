@@ -82,6 +82,9 @@ CASES: dict[str, Case] = {
     'pretrain.py', 'v5p:8x8x16', ('train.grad_accum=4',)
   ),
   '4K, 1024 v5p, no kernels': Case('pretrain.py', 'v5p:8x8x16', ('train.kernels=reference',)),
+  'DSA 200K, 1024 v5p, attention kept': Case(
+    'dsa_sparse.py', 'v5p:8x8x16', ('model.remat=block_but_attention',)
+  ),
   'DSA 200K, 1024 v5p, no kernels': Case('dsa_sparse.py', 'v5p:8x8x16', ('train.kernels=reference',)),
 }  # fmt: skip
 

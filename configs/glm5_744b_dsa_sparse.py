@@ -20,7 +20,7 @@ def get_config():
   c.init_from = 'runs/glm5_744b_warmup'
   c.model = model(
     'glm5', index_topk=2048,
-    dtype='bfloat16', param_dtype='float32', remat='block_but_attention',  # Our choice.
+    dtype='bfloat16', param_dtype='float32', remat='block',  # Our choice.
     expert_matmul='ragged_dot', expert_capacity=2.0,  # As in pre-training.
     attention_chunk_elements=1 << 29,  # As in mid-training, and so the mesh.
   )  # fmt: skip

@@ -108,8 +108,8 @@ class ModelConfig:
     'float32'  # Of activations; softmax and norms are float32.
   )
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
-  # What the backward pass computes again of a layer: nothing, all of it, or all but attention. By kernels,
-  # that is the output of dense attention, and of sparse attention which keys were selected.
+  # What the backward pass computes again of a layer: nothing, all of it, or all but attention's output.
+  # Which keys the kernels have selected is kept in any case.
   remat: Literal['none', 'block', 'block_but_attention'] = 'none'
   # With `remat`: the inputs of the layers, which it keeps, wait in the host's memory.
   offload_inputs: bool = False

@@ -166,7 +166,7 @@ def attend(
       index.queries.q, index.queries.w, index.keys, keys.q_slot, keys.q_segment, keys.k_segment,
       config.index_topk, implementation='tpu', interpret=interpret,
     )  # fmt: skip
-    selection = checkpoint_name(selection, chunks.ATTENTION)
+    selection = checkpoint_name(selection, chunks.SELECTION)
   queries, rows = mla.absorb(p, q), jnp.concatenate(latents.all(), axis=-1)
   scale = config.attention_scale
   out, lse = pallas_kernels.sparse_mla(

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The name of attention's output (and the kernels' log-sum-exp), or selection, for the policies of
-# config.remat.
+# The names of attention's output (and the kernels' log-sum-exp), and of the keys that the kernels have
+# selected, for the policies of config.remat.
 ATTENTION = 'attention_output'
+SELECTION = 'attention_selection'
 _SAVED = 'saved_in_chunk'
 _POLICY = jax.checkpoint_policies.save_only_these_names(_SAVED)
 
