@@ -83,7 +83,9 @@ def _pod(args: argparse.Namespace) -> tuple[dict[str, Any], str, str]:
   from glm5_jax.train.prepare import ConfigError
 
   try:
-    result = pod.measure(args.topology, args.context, (args.batch or [32])[0], args.kernels)
+    result = pod.measure(
+      args.topology, args.context, (args.batch or [32])[0], args.kernels, args.new
+    )
   except ConfigError as e:
     sys.exit(f'serving: {e}')
   return result, pod.table(result), '' if result['fits'] else 'does not fit'
@@ -110,6 +112,7 @@ def main() -> int:
   parser.add_argument(
     '--kernels', default='reference', choices=('reference', 'pallas'), help='of pod'
   )
+  parser.add_argument('--new', type=int, default=1, help='of pod: new tokens of every row')
   parser.add_argument('--context', type=int, default=8192, help='of pod: tokens of every row')
   args = parser.parse_args()
   if min([args.repeats, *(args.batch or [])]) < 1 or args.requests < 10:

@@ -1,8 +1,8 @@
-"""One decoding step of GLM-5 on a TPU slice that is not here, by the compiler and published figures.
+"""One step of GLM-5's engine on a TPU slice that is not here, by the compiler and published figures.
 
 Every chip has rows of its own and attends alone; experts are divided over all of them, everything else is
-on each. bfloat16 weights and cache, greedy, one new token a row, all rows of the same length; buffers have room for
-four times an even load of the experts.
+on each. bfloat16 weights and cache, greedy, all rows of the same length; one new token a row, or a chunk of a
+prompt. Buffers have room for four times an even load of the experts.
 """
 
 import functools
@@ -29,23 +29,24 @@ from glm5_jax.ops import collectives
 PAGE = 64
 
 
-def decode(
+def step(
   config: ModelConfig, kernels: Implementation, params: Any, latent, index_k, table, length, tokens
 ):
-  """The next token of every row, and the pool with this one's latents."""
+  """The next token of every row, and the pool with the latents of these."""
   cache = paged_cache(kernels)(latent, index_k, table, length)
   options = Options(attend=attention(kernels))
   out = forward(params, tokens, config=config, cache=cache, options=options, logits=False)
-  chosen = jnp.argmax(unembed(params, out.hidden), axis=-1)
+  chosen = jnp.argmax(unembed(params, out.hidden[:, -1:]), axis=-1)
   return chosen, out.cache.latent, out.cache.index_k
 
 
 def lower(
-  config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int, kernels: Implementation
-) -> Any:
-  """`decode` for `rows` rows a device after `context` tokens, without a single array."""
+  config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int, kernels: Implementation,
+  new: int = 1,
+) -> Any:  # fmt: skip
+  """`step` for `new` tokens of `rows` rows a device after `context`, without a single array."""
   config = without_gradients(config).replace(scan_unroll=1)
-  devices, pages = mesh.size, -(-(context + 1) // PAGE)
+  devices, pages = mesh.size, -(-(context + new) // PAGE)
   params = sharding.abstract_params(abstract_params(config), mesh)
   split = P(None, 'expert'), P('expert')
 
@@ -63,18 +64,18 @@ def lower(
   arguments = (
     *pool,
     struct(split[1], devices * rows, pages), struct(split[1], devices * rows),
-    struct(split[1], devices * rows, 1),
+    struct(split[1], devices * rows, new),
   )  # fmt: skip
   specs = sharding.param_specs(params, mesh), split[0], split[0], *(split[1],) * 3
 
   def on_device(params, *cache):
-    return decode(config, kernels, params, *cache)
+    return step(config, kernels, params, *cache)
 
   body = collectives.on_mesh(on_device, mesh, specs, (split[1], split[0], split[0]))
   with jax.set_mesh(mesh):
     outputs = NamedSharding(mesh, split[1]), *(where(split[0], a.ndim) for a in pool)
-    step = jax.jit(body, donate_argnums=(1, 2), out_shardings=outputs)
-    traced = step.trace(params, *arguments)
+    jitted = jax.jit(body, donate_argnums=(1, 2), out_shardings=outputs)
+    traced = jitted.trace(params, *arguments)
     return traced.lower(lowering_platforms=('tpu',))
 
 
@@ -83,6 +84,7 @@ def measure(
   context: int,
   rows: int,
   kernels: Implementation = 'reference',
+  new: int = 1,
   **changes: Any,
 ) -> dict[str, Any]:
   """What the compiled step needs, and tokens a second of a chip by its roofline.
@@ -92,6 +94,7 @@ def measure(
     context: tokens of every row.
     rows: of a device; tpu7x has two devices a chip.
     kernels: of attention, as the engine's.
+    new: tokens of a row in the step: 1 decodes, more are a chunk of a prompt.
     changes: of the model.
 
   Raises:
@@ -105,19 +108,19 @@ def measure(
   config = glm5(**sizes | changes)
   topology = steps.find_topology(topology_name)
   mesh = sharding.make_mesh({'expert': len(topology.devices)}, topology.devices)
-  found = program.planned(lower(config, mesh, rows, context, kernels))
+  found = program.planned(lower(config, mesh, rows, context, kernels, new))
   work = hlo.measure(found.text, steps.filled_rows(config, mesh.size))
   chip = topology.device
   bound = roofline(chip, work.flops, work.bytes, sum(c.sent for c in work.collectives.values()))
   return {
     'topology': topology.name, 'chips': topology.chips, 'devices': mesh.size, 'context': context,
-    'kernels': kernels,
+    'kernels': kernels, 'new': new,
     'rows_per_device': rows, 'argument_bytes': found.argument_bytes, 'peak_bytes': found.peak_bytes,
     'fits': found.peak_bytes <= chip.hbm_bytes, 'flops': work.flops, 'bytes': work.bytes,
     'roofline_seconds': bound._asdict(),
     'tokens_per_second_per_chip': {
-      'overlapped': rows * mesh.size / topology.chips / bound.overlapped,
-      'serial': rows * mesh.size / topology.chips / bound.serial,
+      'overlapped': new * rows * mesh.size / topology.chips / bound.overlapped,
+      'serial': new * rows * mesh.size / topology.chips / bound.serial,
     },
   }  # fmt: skip
 
@@ -127,10 +130,10 @@ def table(result: dict[str, Any]) -> str:
   from benchmarks.serving import runs
 
   bound, speed = result['roofline_seconds'], result['tokens_per_second_per_chip']
-  head = ('attention', 'context', 'slice', 'rows a chip', 'memory of a device, GB', 'compute, ms', 'HBM, ms',
+  head = ('attention', 'context', 'new', 'slice', 'rows a chip', 'memory of a device, GB', 'compute, ms', 'HBM, ms',
           'network, ms', 'tokens/s a chip, at once', 'one after another')  # fmt: skip
   return runs.markdown(head, [(
-    result['kernels'], result['context'], result['topology'], result['rows_per_device'] * result['devices'] // result['chips'],
+    result['kernels'], result['context'], result['new'], result['topology'], result['rows_per_device'] * result['devices'] // result['chips'],
     result['peak_bytes'] / 1e9, *(1e3 * bound[k] for k in ('compute', 'memory', 'network')),
     speed['overlapped'], speed['serial'],
   )])  # fmt: skip
