@@ -23,11 +23,17 @@ from pallas_kernels.sparse_mla import pack_pages, paged, read_pages, unpack_page
 # 'reference' is plain jax on any backend, 'pallas' the TPU kernels.
 Implementation = Literal['reference', 'pallas']
 
+# Dense attention makes the keys and values of as many heads at a time as have this many elements (2 GB in
+# bfloat16): all 64 of GLM-5 up to 32K keys, 8 at 202,752, where those of all would take 13 GB, and their
+# gradients as much.
+EXPANDED_ELEMENTS = 1 << 30
+
 # Every chip's kernels of decoding read a multiple of so many keys at a time.
 PAGES_DIVIDE = 1024
 
 # The kernels stand alone, and name what they leave by themselves.
 assert residuals.ATTENTION == chunks.ATTENTION
+assert residuals.STATISTICS == chunks.STATISTICS
 
 
 def attention(implementation: Implementation) -> Callable[..., Any]:
@@ -221,12 +227,16 @@ def _dense(
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Every visible key, and with an `index` its KL over them (the warm-up's). Causal: no Part A."""
   part = jax.lax.axis_index('context') if collectives.present('context') else 0
-  k, v = mla.expand(p, latents)
-  out, lse = pallas_kernels.dense_mla(
-    jnp.concatenate([q.nope, q.rope], axis=-1), k, v, keys.q_segment, keys.k_segment,
-    config.attention_scale, part=part, want_lse=index is not None, implementation='tpu',
-    interpret=bool(interpret),
-  )  # fmt: skip
+
+  def of_heads(q, w_uk, w_uv, latents):
+    k, v = mla.expand({'w_uk': w_uk, 'w_uv': w_uv}, latents)
+    return pallas_kernels.dense_mla(
+      q, k, v, keys.q_segment, keys.k_segment, config.attention_scale, part=part,
+      want_lse=index is not None, implementation='tpu', interpret=bool(interpret),
+    )  # fmt: skip
+
+  both = jnp.concatenate([q.nope, q.rope], axis=-1)
+  out, lse = _in_head_groups(of_heads, both, p['w_uk'], p['w_uv'], latents)
   if index is None or lse is None:
     return out, {}
   kl = pallas_kernels.indexer_kl(
@@ -235,3 +245,36 @@ def _dense(
     interpret=interpret,
   )  # fmt: skip
   return out, {'kl': kl}
+
+
+def _in_head_groups(of_heads, q, w_uk, w_uv, latents: mla.Latents) -> Any:
+  """`of_heads` of all heads, axis 2 of q and of the results, axis 1 of the weights, by groups of them.
+
+  What it expands of a group's keys does not outlive the group: the backward pass expands them again.
+  """
+  batch, _, heads, dim = q.shape
+  elements = batch * latents.slots * (dim + w_uv.shape[-1])
+  fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * elements <= EXPANDED_ELEMENTS]
+  groups = heads // max(fitting, default=1)
+  if groups == 1:
+    return of_heads(q, w_uk, w_uv, latents)
+  # Gradients of the latents add up over groups: not in bfloat16.
+  wide = jax.tree.map(lambda a: a.astype(jnp.float32), latents)
+
+  @functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_only_these_names(chunks.ATTENTION, chunks.STATISTICS),
+  )
+  def group(inputs):
+    return of_heads(*inputs, jax.tree.map(lambda a: a.astype(q.dtype), wide))
+
+  def split(a, axis):
+    shape = *a.shape[:axis], groups, heads // groups, *a.shape[axis + 1 :]
+    return jnp.moveaxis(a.reshape(shape), axis, 0)
+
+  def join(a):  # [groups, B, T, N / groups, ...]
+    a = jnp.moveaxis(a, 0, 2)
+    return a.reshape(*a.shape[:2], heads, *a.shape[4:])
+
+  found = jax.lax.map(group, (split(q, 2), split(w_uk, 1), split(w_uv, 1)))
+  return jax.tree.map(join, found)

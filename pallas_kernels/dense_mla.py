@@ -10,10 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from pallas_kernels.residuals import ATTENTION
+from pallas_kernels.residuals import ATTENTION, STATISTICS
 
 Implementation = Literal['reference', 'tpu']
 LANES = 128
@@ -176,7 +177,7 @@ def dense_mla(
   arguments = rows(q * scale), rows(k), rows(v), segments, part, keys // time, interpret
   if want_lse:
     out, lse = _with_lse(*arguments)
-    lse = unpadded(lse)
+    lse = checkpoint_name(unpadded(lse), STATISTICS)
   else:
     out, lse = _plain(*arguments), None
   out = unpadded(out)[..., : v.shape[3]]

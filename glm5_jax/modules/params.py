@@ -51,7 +51,8 @@ def rematerialised(module: type[nn.Module], config: ModelConfig) -> type[nn.Modu
   if config.remat != 'none':
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
       names_which_can_be_saved=[
-        chunks.SELECTION, *[chunks.ATTENTION] * (config.remat == 'block_but_attention')
+        chunks.SELECTION, chunks.STATISTICS,
+        *[chunks.ATTENTION] * (config.remat == 'block_but_attention'),
       ],
       names_which_can_be_offloaded=[LAYER_INPUT] * config.offload_inputs,
       offload_src='device', offload_dst='pinned_host',

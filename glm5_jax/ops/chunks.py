@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# The names of attention's output (and the kernels' log-sum-exp), and of the keys that the kernels have
-# selected, for the policies of config.remat.
+# For the policies of config.remat, the names of attention's output (and the log-sum-exp of sparse attention
+# by kernels), of the keys that the kernels have selected, and of what they know of a query after a pass over
+# all of its keys.
 ATTENTION = 'attention_output'
 SELECTION = 'attention_selection'
+STATISTICS = 'attention_statistics'
 _SAVED = 'saved_in_chunk'
 _POLICY = jax.checkpoint_policies.save_only_these_names(_SAVED)
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.indexer_kl import kernel_backward, kernel_forward, layout, reference
 from pallas_kernels.indexer_kl.reference import Visible
 from pallas_kernels.indexer_kl.tiles import Sizes
+from pallas_kernels.residuals import STATISTICS
 from pallas_kernels.sparse_mla import api as sparse
 from pallas_kernels.sparse_mla.layout import LANES, pad_to, round_up
 from pallas_kernels.sparse_mla.stream import LOG2_E, Blocks
@@ -185,6 +187,7 @@ def forward_rule(q, latents, lse, index_q, weights, index_k, selection, c: spars
 
   spans = *(sparse._spans(x, c) for x in (q, lse, index_q, weights)), chosen
   kl, index_lse, mass = (sparse._unspans(x, time) for x in lax.map(one_span, spans))
+  index_lse, mass = (checkpoint_name(x, STATISTICS) for x in (index_lse, mass))
   return kl, (q, latents, lse, index_q, weights, index_k, selection, index_lse, mass)
 
 
