@@ -27,6 +27,9 @@ from glm5_jax.modules.model import abstract_params, forward, unembed
 from glm5_jax.ops import collectives
 
 PAGE = 64
+# The tiles in which a chip's matrix units take weights, where they are not those of its arrays. Weights are
+# placed in them once; otherwise every step copies all of them.
+_WEIGHT_TILES = {'tpu7x': ((16, 128), (2, 1))}
 
 
 def step(
@@ -42,12 +45,17 @@ def step(
 
 def lower(
   config: ModelConfig, mesh: jax.sharding.Mesh, rows: int, context: int, kernels: Implementation,
-  new: int = 1,
+  new: int = 1, tiles: tuple[tuple[int, ...], ...] | None = None,
 ) -> Any:  # fmt: skip
-  """`step` for `new` tokens of `rows` rows a device after `context`, without a single array."""
+  """`step` for `new` tokens of `rows` rows a device after `context`, without a single array.
+
+  `tiles` are those of the weights' layout; None leaves them to the compiler.
+  """
   config = without_gradients(config).replace(scan_unroll=1)
   devices, pages = mesh.size, -(-(context + new) // PAGE)
   params = sharding.abstract_params(abstract_params(config), mesh)
+  if tiles is not None:
+    params = jax.tree.map(functools.partial(_tiled, tiles), params)
   split = P(None, 'expert'), P('expert')
 
   def where(spec, ndim):
@@ -79,6 +87,14 @@ def lower(
     return traced.lower(lowering_platforms=('tpu',))
 
 
+def _tiled(tiles: tuple[tuple[int, ...], ...], a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  """A bfloat16 matrix, or stack of them, in these tiles; anything else as it is."""
+  if a.ndim < 2 or a.dtype != jnp.bfloat16:
+    return a
+  where = Format(Layout(tuple(range(a.ndim)), tiles), a.sharding)
+  return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
+
+
 def measure(
   topology_name: str,
   context: int,
@@ -108,7 +124,8 @@ def measure(
   config = glm5(**sizes | changes)
   topology = steps.find_topology(topology_name)
   mesh = sharding.make_mesh({'expert': len(topology.devices)}, topology.devices)
-  found = program.planned(lower(config, mesh, rows, context, kernels, new))
+  tiles = _WEIGHT_TILES.get(topology_name.partition(':')[0])
+  found = program.planned(lower(config, mesh, rows, context, kernels, new, tiles))
   work = hlo.measure(found.text, steps.filled_rows(config, mesh.size))
   chip = topology.device
   bound = roofline(chip, work.flops, work.bytes, sum(c.sent for c in work.collectives.values()))

@@ -470,7 +470,7 @@ def _touched(
 ) -> tuple[float | None, bool]:
   """Bytes of a fusion's parameter that are used, if only slices; whether it is updated in place."""
   users = [i for i in inside.values() if parameter.name in i.operands]
-  while len(users) == 1 and users[0].opcode in ('bitcast', 'copy', 'convert', 'reshape'):
+  while len(users) == 1 and _renames(users[0], computations):
     parameter = users[0]
     users = [i for i in inside.values() if parameter.name in i.operands]
   if users and all(
@@ -482,6 +482,14 @@ def _touched(
   if users and all(in_place):
     return sum(inside[u.operands[_UPDATES[u.opcode]]].result[0].bytes for u in users), True
   return None, False
+
+
+def _renames(user: Instruction, computations: dict[str, Computation]) -> bool:
+  """Whether it has its operand's elements and no others, be it in other tiles (within a fusion, no copy)."""
+  if user.opcode == 'fusion':
+    inside = computations[next(called_by(user))].values()
+    return all(i.opcode == 'parameter' or _renames(i, computations) for i in inside)
+  return user.opcode in ('bitcast', 'copy', 'convert', 'reshape')
 
 
 def _sliced_by(

@@ -251,6 +251,31 @@ ENTRY %main (x: f32[75,64], k: s32[]) -> f32[1,64] {
   assert hlo.measure(text).bytes == 2 * 64 * 4 + 4
 
 
+def test_a_fusion_that_changes_tiles_within_a_fusion():
+  """Moves nothing: what is sliced out of its result is what is read. As compiled for tpu7x."""
+  text = """
+%tiles (a: bf16[75,64,128]) -> bf16[75,64,128] {
+  %a = bf16[75,64,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copy.1 = bf16[75,64,128]{2,1,0:T(8,128)(2,1)} copy(%a)
+}
+
+%outer (p: bf16[75,64,128], j: s32[]) -> bf16[1,64,128] {
+  %p = bf16[75,64,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %fusion.2 = bf16[75,64,128]{2,1,0:T(8,128)(2,1)} fusion(%p), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%tiles
+  %j = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice.1 = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%fusion.2, %j, %zero, %zero), dynamic_slice_sizes={1,64,128}
+}
+
+ENTRY %main (x: bf16[75,64,128], k: s32[]) -> bf16[1,64,128] {
+  %x = bf16[75,64,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %fusion.1 = bf16[1,64,128]{2,1,0:T(8,128)(2,1)} fusion(%x, %k), kind=kLoop, calls=%outer
+}
+"""
+  assert hlo.measure(text).bytes == 2 * 64 * 128 * 2 + 4
+
+
 def test_filled_rows():
   model = models.nano(n_routed_experts=16, num_experts_per_tok=4)
   assert step.filled_rows(model, 1) == 1.0
