@@ -430,6 +430,8 @@ def _traffic(
   opcode = instruction.opcode
   if opcode in _FREE or opcode.endswith('-done') or opcode.startswith('async'):
     return 0.0
+  if opcode == 'custom-call' and '"AllocateBuffer"' in instruction.text:
+    return 0.0
   operands = [computation[name] for name in instruction.operands if name in computation]
   if opcode in _SLICES:
     return 2 * _hbm(instruction.result)

@@ -54,7 +54,8 @@ class Experts(nn.Module):
   ) -> tuple[jax.Array, jax.Array | None]:
     c = self.config
     e, d, f = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
-    p = declare(self, c, w_gate=(e, d, f), w_up=(e, d, f), w_down=(e, f, d))
+    # Wide, for gradients of grouped products in float32.
+    p = declare(self, c, True, w_gate=(e, d, f), w_up=(e, d, f), w_down=(e, f, d))
     weights = p['w_gate'], p['w_up'], p['w_down']
     if collectives.present('expert'):
       return expert_parallel.expert_ffn(x_TD, routing, *weights, c)

@@ -19,24 +19,28 @@ LAYER_INPUT = 'layer_input'
 
 
 def weight(
-  module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any, sent: Any = None
-) -> jax.Array:
-  """Declares one parameter of `dtype`; between devices it travels as `sent`, or as it is."""
+  module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any, sent: Any = None,
+  wide: bool = False,
+) -> jax.Array:  # fmt: skip
+  """Declares one parameter of `dtype`; between devices it travels as `sent`, or as it is.
+
+  `wide` as in `collectives.gather_weight`.
+  """
   path = '/'.join((*module.path, name))
   shard = module.param(name, init, collectives.shard_shape(path, shape), jnp.dtype(dtype))
-  return collectives.gather_weight(path, shard, sent)
+  return collectives.gather_weight(path, shard, sent, wide=wide)
 
 
 def declare(
-  module: nn.Module, config: ModelConfig, **shapes: tuple[int, ...]
+  module: nn.Module, config: ModelConfig, wide: bool = False, **shapes: tuple[int, ...]
 ) -> dict[str, jax.Array]:
   """Declares matrices ~ N(0, initializer_range), the initialisation of the reference model.
 
-  They travel as config.dtype, in which all of them are used.
+  They travel as config.dtype, in which all of them are used; `wide` as in `collectives.gather_weight`.
   """
   normal = nn.initializers.normal(config.initializer_range)
   return {
-    name: weight(module, name, normal, shape, config.param_dtype, config.dtype)
+    name: weight(module, name, normal, shape, config.param_dtype, config.dtype, wide)
     for name, shape in shapes.items()
   }
 

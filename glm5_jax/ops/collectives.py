@@ -100,34 +100,41 @@ def _axes(entry: str | None) -> tuple[str, ...]:
 
 
 def gather_weight(
-  path: str, shard: jax.Array, dtype: Any = None, entries: tuple[str, ...] = ('fsdp',)
+  path: str,
+  shard: jax.Array,
+  dtype: Any = None,
+  entries: tuple[str, ...] = ('fsdp',),
+  wide: bool = False,
 ) -> jax.Array:
   """A layer's parameter, whole where the table has one of `entries`; its shard is sent as `dtype`.
 
   The gradient is summed and scattered the same way, in the parameter's own type. The gathered
-  parameter is not kept for the backward pass but gathered again (modules/params.py).
+  parameter is not kept for the backward pass but gathered again (modules/params.py). It has the type
+  that it was sent in, or if `wide` its own (the values are the same), so that whoever uses it can give
+  its gradient in that.
   """
   found = [present(*_axes(entry)) if entry in entries else () for entry in layer_spec(path)]
   split = tuple((dim, names) for dim, names in enumerate(found) if names)
   if not split:
     return shard
-  whole = _gather(shard, split, dtype or shard.dtype, shard.dtype)
+  sent = jnp.dtype(dtype or shard.dtype)
+  whole = _gather(shard, split, sent, shard.dtype, shard.dtype if wide else sent)
   return checkpoint_name(whole, _GATHERED)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(shard: jax.Array, split: Any, sent: Any, kept: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(shard: jax.Array, split: Any, sent: Any, kept: Any, given: Any) -> jax.Array:
   whole = shard.astype(sent)
   for dim, names in split:
     whole = jax.lax.all_gather(whole, names, axis=dim, tiled=True)
-  return whole
+  return whole.astype(given)
 
 
-def _gather_fwd(shard, split, sent, kept):
-  return _gather(shard, split, sent, kept), None
+def _gather_fwd(shard, split, sent, kept, given):
+  return _gather(shard, split, sent, kept, given), None
 
 
-def _gather_bwd(split, sent, kept, _, g):
+def _gather_bwd(split, sent, kept, given, _, g):
   g = g.astype(kept)  # A sum over hundreds of devices should not be rounded at each.
   for dim, names in split:
     g = jax.lax.psum_scatter(g, names, scatter_dimension=dim, tiled=True)

@@ -13,6 +13,7 @@ length of each group. (On a CPU ragged_dot computes every expert.)
 Experts that other devices have: ops/expert_parallel.py.
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -38,23 +39,28 @@ def block_layout(rows: int, num_experts: int) -> tuple[int, int]:
   return block, min(rows, (rows + num_experts * (block - 1)) // block)
 
 
-@jax.custom_vjp
-def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-  """x[index], with zeros where index == len(x).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def take_rows(x: jax.Array, index: jax.Array, inverse: jax.Array, gaps: bool = False) -> jax.Array:
+  """x[index]; with `gaps`, zeros where index == len(x).
 
-  `inverse` [len(x), r] lists where each row of `x` went (len(index) for nowhere), so that the
+  `inverse` [len(x), r] lists where each row of `x` went (with gaps, len(index) for nowhere), so that the
   gradient is a gather too; XLA's scatter-add is serial on CPU.
   """
-  return jnp.concatenate([x, jnp.zeros_like(x[:1])])[index]
+  return _rows(x, index, gaps)
 
 
-def _take_rows_fwd(x, index, inverse):
-  return take_rows(x, index, inverse), inverse
+def _rows(x: jax.Array, index: jax.Array, gaps: bool) -> jax.Array:
+  if gaps:  # Costs a copy of x.
+    x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+  return jnp.asarray(x).at[index].get(mode='promise_in_bounds')
 
 
-def _take_rows_bwd(inverse, g):
-  g = jnp.concatenate([g, jnp.zeros_like(g[:1])])
-  return sum(g[inverse[:, r]] for r in range(inverse.shape[1])), None, None
+def _take_rows_fwd(x, index, inverse, gaps):
+  return _rows(x, index, gaps), inverse
+
+
+def _take_rows_bwd(gaps, inverse, g):
+  return sum(_rows(g, inverse[:, r], gaps) for r in range(inverse.shape[1])), None, None
 
 
 take_rows.defvjp(_take_rows_fwd, _take_rows_bwd)
@@ -96,20 +102,20 @@ def expert_ffn(
     w_gate, w_up: [E, D, F]; w_down: [E, F, D].
     matmul: how, see above.
   """
-  y = pair_outputs(x, routing.experts, w_gate, w_up, w_down, matmul)
+  y = pair_outputs(x, routing.experts, routing.weights, w_gate, w_up, w_down, matmul)
   with jax.named_scope('combine'):
-    return combine(y, routing)
+    return combine(y, routing.experts.shape)
 
 
-def combine(y: jax.Array, routing: Routing) -> jax.Array:
-  """[T, D] from the outputs of every token-expert pair, [T * K, D]."""
-  y = y.reshape(*routing.experts.shape, -1)
-  return jnp.einsum('TKD,TK->TD', y, routing.weights.astype(y.dtype))
+def combine(y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """[T, D] from the weighted outputs of every token-expert pair, [T * K, D]; `shape` is (T, K)."""
+  return jnp.sum(y.reshape(*shape, -1), axis=1)
 
 
 def pair_outputs(
   x: jax.Array,
   experts: jax.Array,
+  share: jax.Array,
   w_gate: jax.Array,
   w_up: jax.Array,
   w_down: jax.Array,
@@ -117,24 +123,35 @@ def pair_outputs(
   *,
   nobody: bool = False,
 ) -> jax.Array:
-  """What each chosen expert makes of each token, [T * K, D].
+  """What each chosen expert makes of each token, times its weight, [T * K, D].
+
+  The weight multiplies what goes into W_down: the same, since that is linear, but the weight's gradient
+  then needs no output of W_down, which the backward pass would have to compute again and, between
+  devices, send again.
 
   Args:
     x: [T, D] tokens.
-    experts: [T, K] of each. With `nobody`, E stands for none; its output is zero.
+    experts: [T, K] of each. With `nobody`, E stands for none: what comes out for it is undefined, and
+      so may be what goes in.
+    share: [T, K] float32, the routers' weights.
     w_gate, w_up, w_down, matmul: as in `expert_ffn`.
     nobody: see `experts`.
   """
-  weights = w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype)
   if matmul == 'ragged_dot':
-    return _sorted(x, experts, *weights, nobody)
+    return _sorted(x, experts, share, w_gate, w_up, w_down)
+  weights = w_gate.astype(x.dtype), w_up.astype(x.dtype), w_down.astype(x.dtype)
   # With fewer pairs than experts, copies of the few that are chosen are cheaper than to read all.
   if matmul == 'rounds' and not nobody and 2 * experts.size > len(w_gate):
-    return _in_rounds(x, experts, *weights)
-  return _in_blocks(x, experts, *weights, nobody)
+    return _in_rounds(x, experts, share, *weights)
+  return _in_blocks(x, experts, share, *weights, nobody)
 
 
-def _in_blocks(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
+def _activation(gate: jax.Array, up: jax.Array, share: jax.Array) -> jax.Array:
+  """share * silu(gate) * up, [..., F] and `share` [..., 1] float32."""
+  return ((jax.nn.silu(gate) * up).astype(jnp.float32) * share).astype(gate.dtype)
+
+
+def _in_blocks(x, experts, share, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
   tokens, chosen = experts.shape
   rows, num_experts = tokens * chosen, w_gate.shape[0]
   block, num_blocks = block_layout(rows, num_experts)
@@ -159,16 +176,18 @@ def _in_blocks(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
     # Block i belongs to the first expert whose blocks end after it; unused blocks to the last one.
     expert_of_block = jnp.sum(last_block[:-1] <= jnp.arange(num_blocks)[:, None], axis=1)
     token_of_slot = jnp.where(pair_of_slot < rows, pair_of_slot // chosen, tokens)
-    x_blocks = take_rows(x, token_of_slot, slot_of_pair.reshape(tokens, chosen))
+    x_blocks = take_rows(x, token_of_slot, slot_of_pair.reshape(tokens, chosen), True)
     x_blocks = x_blocks.reshape(num_blocks, block, -1)
+    share = take_rows(share.reshape(-1, 1), pair_of_slot, slot_of_pair[:, None], True)
+    share = share.reshape(num_blocks, block, 1)
 
   with jax.named_scope('experts'):
     gate = _block_matmul(x_blocks, w_gate, expert_of_block)
     up = _block_matmul(x_blocks, w_up, expert_of_block)
-    y = _block_matmul(jax.nn.silu(gate) * up, w_down, expert_of_block)
+    y = _block_matmul(_activation(gate, up, share), w_down, expert_of_block)
 
   with jax.named_scope('combine'):
-    return take_rows(y.reshape(slots, -1), slot_of_pair, pair_of_slot[:, None])
+    return take_rows(y.reshape(slots, -1), slot_of_pair, pair_of_slot[:, None], True)
 
 
 def round_size(tokens: int, rows: int, num_experts: int) -> int:
@@ -180,7 +199,7 @@ def round_size(tokens: int, rows: int, num_experts: int) -> int:
   return min(tokens, max(16, rows // num_experts // 2))
 
 
-def _in_rounds(x, experts, w_gate, w_up, w_down) -> jax.Array:
+def _in_rounds(x, experts, share, w_gate, w_up, w_down) -> jax.Array:
   tokens, chosen = experts.shape
   rows, num_experts = tokens * chosen, w_gate.shape[0]
   size = round_size(tokens, rows, num_experts)
@@ -193,6 +212,7 @@ def _in_rounds(x, experts, w_gate, w_up, w_down) -> jax.Array:
     rank = jnp.sum(jnp.where(chosen_by, position - 1, 0), axis=0)  # Among its expert's pairs.
     rounds = (jnp.max(position[:, -1]) + size - 1) // size
     x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+    share = jnp.append(share.reshape(-1), 0.0)
 
   def one_round(carry):
     i, y = carry
@@ -205,10 +225,12 @@ def _in_rounds(x, experts, w_gate, w_up, w_down) -> jax.Array:
       )
       token_of_slot = jnp.where(pair_of_slot < rows, pair_of_slot // chosen, tokens)
       x_slots = x[token_of_slot].reshape(num_experts, size, -1)
+      share_slots = share[pair_of_slot].reshape(num_experts, size, 1)
     with jax.named_scope('experts'):
       gate = jnp.einsum('EcD,EDF->EcF', x_slots, w_gate)
       up = jnp.einsum('EcD,EDF->EcF', x_slots, w_up)
-      out = jnp.einsum('EcF,EFD->EcD', jax.nn.silu(gate) * up, w_down).reshape(slots, -1)
+      out = jnp.einsum('EcF,EFD->EcD', _activation(gate, up, share_slots), w_down)
+      out = out.reshape(slots, -1)
     with jax.named_scope('combine'):
       now = (slot_of_pair < slots)[:, None]
       return i + 1, jnp.where(now, out[jnp.minimum(slot_of_pair, slots - 1)], y)
@@ -218,24 +240,19 @@ def _in_rounds(x, experts, w_gate, w_up, w_down) -> jax.Array:
   return y
 
 
-def _sorted(x, experts, w_gate, w_up, w_down, nobody: bool) -> jax.Array:
+def _sorted(x, experts, share, w_gate, w_up, w_down) -> jax.Array:
   tokens, chosen = experts.shape
   num_experts = w_gate.shape[0]
   with jax.named_scope('dispatch'):
     flat = experts.reshape(-1)
     order, inverse, counts = by_expert(flat, num_experts)
     x_sorted = take_rows(x, order // chosen, inverse.reshape(tokens, chosen))
-    # Beyond the last group a grouped matmul leaves what it likes.
-    used = (jnp.arange(tokens * chosen) < jnp.sum(counts))[:, None]
-    if nobody:
-      x_sorted = jnp.where(used, x_sorted, 0)
+    share = take_rows(share.reshape(-1, 1), order, inverse[:, None])
 
   with jax.named_scope('experts'):
     gate = _grouped_matmul(x_sorted, w_gate, counts)
     up = _grouped_matmul(x_sorted, w_up, counts)
-    y = _grouped_matmul(jax.nn.silu(gate) * up, w_down, counts)
-    if nobody:
-      y = jnp.where(used, y, 0)
+    y = _grouped_matmul(_activation(gate, up, share), w_down, counts)
 
   with jax.named_scope('combine'):
     return take_rows(y, inverse, order[:, None])
@@ -259,8 +276,12 @@ def by_expert(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, 
 
 @jax.custom_vjp
 def _grouped_matmul(x: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
-  """[rows, D] x [E, D, F] -> [rows, F], the first counts[0] rows with expert 0's weights etc."""
-  return jax.lax.ragged_dot(x, w, counts)
+  """[rows, D] x [E, D, F] -> [rows, F], the first counts[0] rows with expert 0's weights etc.
+
+  Rows beyond the last group come out undefined, and have no part in the weights' gradient, which has
+  w's type. The product has that of x.
+  """
+  return jax.lax.ragged_dot(x, w.astype(x.dtype), counts)
 
 
 def _grouped_matmul_fwd(x, w, counts):
@@ -269,13 +290,14 @@ def _grouped_matmul_fwd(x, w, counts):
 
 def _grouped_matmul_bwd(residuals, g):
   x, w, counts = residuals
-  dx = jax.lax.ragged_dot(g, w.swapaxes(1, 2), counts)
+  dx = jax.lax.ragged_dot(g, w.astype(g.dtype).swapaxes(1, 2), counts)
   if collectives.platform() == 'tpu':
     # XLA has a kernel for the two products above, but would compute this one for every expert.
     tiling = (math.gcd(len(x), 512), min(1024, x.shape[1]), min(1024, g.shape[1]))
     dw = tgmm(x.swapaxes(0, 1), g, counts, w.dtype, tiling)
   else:
-    (dw,) = jax.linear_transpose(lambda w: jax.lax.ragged_dot(x, w, counts), w)(g)
+    product = lambda w: jax.lax.ragged_dot(x, w.astype(x.dtype), counts)  # noqa: E731
+    (dw,) = jax.linear_transpose(product, w)(g)
   return dx, dw, None
 
 

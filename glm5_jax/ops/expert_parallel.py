@@ -67,35 +67,37 @@ def make_plan(counts: jax.Array, me: jax.Array, capacity: int) -> Plan:
   return Plan(there, back, expert, jnp.sum(size[me] - sent[me]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def exchange(x: jax.Array, there: Transfer, back: Transfer, rows: int) -> jax.Array:
-  """[rows, D]: what this device receives of the `x` [n, D] of all; zeros where nothing arrives.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def exchange(x: jax.Array, there: Transfer, back: Transfer, rows: int, home: bool) -> jax.Array:
+  """[rows, D]: what this device receives of the `x` [n, D] of all.
 
-  `back` is the opposite of `there`, which the gradient takes.
+  Rows where nothing arrives are zeros if the pairs come `home`, where dropped ones count as zero, and
+  undefined at the experts, who compute nothing from them. `back` is the opposite of `there`, which the
+  gradient takes.
   """
   del back
   if collectives.platform() == 'cpu':  # XLA:CPU has no ragged all-to-all.
-    return _by_gathering(x, there, rows)
-  return jax.lax.ragged_all_to_all(
-    x, jnp.zeros((rows, *x.shape[1:]), x.dtype), *there, axis_name=_AXIS
-  )
+    return _by_gathering(x, there, rows, 0.0 if home else jnp.nan)
+  shape = rows, *x.shape[1:]
+  buffer = jnp.zeros(shape, x.dtype) if home else jax.lax.empty(shape, x.dtype)
+  return jax.lax.ragged_all_to_all(x, buffer, *there, axis_name=_AXIS)
 
 
-def _exchange_fwd(x, there, back, rows):
-  return exchange(x, there, back, rows), (there, back, x.shape[0])
+def _exchange_fwd(x, there, back, rows, home):
+  return exchange(x, there, back, rows, home), (there, back, x.shape[0])
 
 
-def _exchange_bwd(rows, residuals, g):
+def _exchange_bwd(rows, home, residuals, g):
   del rows
   there, back, n = residuals
-  return exchange(g, back, there, n), None, None
+  return exchange(g, back, there, n, not home), None, None
 
 
 exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
-def _by_gathering(x: jax.Array, transfer: Transfer, rows: int) -> jax.Array:
-  """`exchange` by gathering all rows of all devices."""
+def _by_gathering(x: jax.Array, transfer: Transfer, rows: int, missing: float) -> jax.Array:
+  """`exchange` by gathering all rows of all devices; `missing` where nothing arrives."""
   me = jax.lax.axis_index(_AXIS)
   everything = jax.lax.all_gather(x, _AXIS, tiled=True)
   start, size, target, _ = (a[:, me] for a in jax.lax.all_gather(transfer, _AXIS))
@@ -103,7 +105,7 @@ def _by_gathering(x: jax.Array, transfer: Transfer, rows: int) -> jax.Array:
   arrives = (row >= target) & (row < target + size)  # [rows, sender], of which one at most.
   source = jnp.arange(len(start)) * len(x) + start + row - target
   source = jnp.sum(jnp.where(arrives, source, 0), axis=1)
-  return jnp.where(jnp.any(arrives, axis=1)[:, None], everything[source], 0)
+  return jnp.where(jnp.any(arrives, axis=1)[:, None], everything[source], missing)
 
 
 def capacity(pairs: int, tokens: int, config: ModelConfig) -> int:
@@ -139,12 +141,15 @@ def expert_ffn(
     rows = capacity(pairs, tokens, config)
     plan = make_plan(counts, jax.lax.axis_index(_AXIS), rows)
     x_sorted = dispatch.take_rows(x, order // chosen, inverse.reshape(tokens, chosen))
-    received = exchange(x_sorted, plan.there, plan.back, rows)
+    share = dispatch.take_rows(routing.weights.reshape(-1, 1), order, inverse[:, None])
+    received, share = (
+      exchange(a, plan.there, plan.back, rows, home=False) for a in (x_sorted, share)
+    )
   y = dispatch.pair_outputs(
-    received, plan.expert[:, None], w_gate, w_up, w_down, config.expert_matmul, nobody=True
+    received, plan.expert[:, None], share, w_gate, w_up, w_down, config.expert_matmul, nobody=True
   )
   with jax.named_scope('combine'):
-    y = exchange(y, plan.back, plan.there, pairs)
+    y = exchange(y, plan.back, plan.there, pairs, home=True)
     y = dispatch.take_rows(y, inverse, order[:, None])
     dropped = collectives.psum(plan.dropped, *collectives.TOKEN_AXES)
-    return dispatch.combine(y, routing), dropped
+    return dispatch.combine(y, routing.experts.shape), dropped

@@ -251,6 +251,18 @@ ENTRY %main (x: f32[75,64], k: s32[]) -> f32[1,64] {
   assert hlo.measure(text).bytes == 2 * 64 * 4 + 4
 
 
+def test_an_empty_buffer_is_not_written():
+  text = """
+ENTRY %main (x: f32[64]) -> f32[128] {
+  %x = f32[64]{0} parameter(0)
+  %empty.1 = f32[128]{0} custom-call(), custom_call_target="AllocateBuffer"
+  %zero = s32[] constant(0)
+  ROOT %update.1 = f32[128]{0} dynamic-update-slice(%empty.1, %x, %zero)
+}
+"""
+  assert hlo.measure(text).bytes == 2 * 64 * 4
+
+
 def test_a_fusion_that_changes_tiles_within_a_fusion():
   """Moves nothing: what is sliced out of its result is what is read. As compiled for tpu7x."""
   text = """

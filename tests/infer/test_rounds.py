@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +16,12 @@ D, F, E, K = 12, 10, 6, 2
 
 @functools.partial(tiny.fast_jit, static_argnames='matmul')
 def run(x, experts, weights, matmul='rounds'):
-  return dispatch.pair_outputs(x, experts, *weights, matmul)
+  return dispatch.pair_outputs(x, experts, share_of(x, experts), *weights, matmul)
+
+
+def share_of(x, experts):
+  """A weight of each pair that depends on the token alone."""
+  return 1.5 + jnp.sin(x[:, :1] + jnp.arange(experts.shape[1]))
 
 
 def made(tokens: int, popular: bool):
@@ -32,10 +38,11 @@ def every_pair(x, experts, weights) -> np.ndarray:
   """[T * K, D] float64, one token and one expert at a time."""
   gate, up, down = (w.astype(np.float64) for w in weights)
   out = []
-  for token, chosen in zip(x.astype(np.float64), experts, strict=True):
-    for e in chosen:
+  shares = np.asarray(share_of(x, experts), np.float64)
+  for token, chosen, share in zip(x.astype(np.float64), experts, shares, strict=True):
+    for e, s in zip(chosen, share, strict=True):
       h = token @ gate[e]
-      out.append((h / (1 + np.exp(-h)) * (token @ up[e])) @ down[e])
+      out.append(s * ((h / (1 + np.exp(-h)) * (token @ up[e])) @ down[e]))
   return np.array(out)
 
 

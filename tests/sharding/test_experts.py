@@ -110,13 +110,28 @@ def test_grouped_matmul_equals_the_definition(tokens):
 
 
 @pytest.mark.parametrize('matmul', ['blocks', 'ragged_dot'])
-def test_rows_of_nobody_are_zero(matmul):
-  x, choice, _, matrices = _layer(40, 5, 1)
-  choice[::3] = 5
-  found = dispatch.pair_outputs(x, choice, *matrices, matmul, nobody=True)
-  want = _definition(x, np.minimum(choice, 4), np.ones((40, 1)), matrices)
-  want[::3] = 0
-  tiny.close_relative(matmul, found, want, 1e-6)
+def test_rows_of_nobody_have_no_part_in_anything(matmul):
+  """Whatever is in them, and in what comes back for them."""
+  x, choice, weights, matrices = _layer(40, 5, 1)
+  real = np.arange(40) % 3 > 0
+  cotangent = np.where(real[:, None], np.random.default_rng(1).standard_normal(x.shape), np.nan)
+
+  def gradients(rows, choice, nobody):
+    def outputs(x, weights, matrices):
+      return dispatch.pair_outputs(x, choice, weights, *matrices, matmul, nobody=nobody)
+
+    out, pull = jax.vjp(outputs, rows(x), rows(weights).astype('f4'), matrices)
+    return out, *pull(rows(cotangent).astype('f4'))
+
+  alone = gradients(lambda a: a[real], choice[real], False)
+  tiny.close_relative(matmul, alone[0], _definition(x, choice, weights, matrices)[real], 1e-6)
+  choice[~real] = 5
+  x[~real] = weights[~real] = np.nan
+  beside = gradients(lambda a: a, choice, True)
+  for name, got, want in zip(('outputs', 'x', 'weights', 'matrices'), beside, alone, strict=True):
+    got = got if name == 'matrices' else got[real]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      tiny.close_relative(name, a, b, 1e-6)
 
 
 def _on_devices(config, mesh):
