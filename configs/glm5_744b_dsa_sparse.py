@@ -37,7 +37,9 @@ def get_config():
   c.data.seq_len = 202752
   c.data.batch_size = 320  # "Hyper-parameters of mid-training": the batch of our 200K stage.
   c.data.seed = 5
-  c.train.grad_accum = 10  # Our choice, as in mid-training.
+  c.train.grad_accum = (
+    5  # Our choice: micro-batches of 12 Mi tokens. Dense attention takes more memory.
+  )
   c.train.steps = 308
 
   c.optim.name = 'muon_split'

@@ -16,8 +16,8 @@ from configs.base import base, model
 # The batch of 64 Mi tokens at the end of pre-training stays, up to whole rows (320 of them at 200K, which
 # divides well). The paper only says that it is constant after the first 500B tokens of pre-training.
 STAGES = {
-  '32k': (32768, 2048, 14901, 'pretrain', 0.0, 1e12, 8, 16),
-  '128k': (131072, 512, 7451, '32k', 1e12, 1.5e12, 32, 16),
+  '32k': (32768, 2048, 14901, 'pretrain', 0.0, 1e12, 8, 8),
+  '128k': (131072, 512, 7451, '32k', 1e12, 1.5e12, 32, 8),
   '200k': (202752, 320, 771, '128k', 1.5e12, 1.55e12, 32, 10),
 }
 
@@ -39,8 +39,8 @@ def get_config(stage: str = '32k'):
     attention_chunk_elements=1 << 29,
   )  # fmt: skip
   # docs/scale.md. 4,096 tokens of a row on a device, 6,336 at 200K. No more devices to a row than that
-  # needs, since each makes the keys and values of the whole row. For up to 1,024 devices, which have
-  # a row of a micro-batch each.
+  # needs, since each makes the keys and values of the whole row. On 1,024 devices those of a row have two
+  # rows of a micro-batch, one at 200K.
   c.mesh.fsdp = -1
   c.mesh.expert = 8
   c.mesh.context = context
@@ -55,7 +55,7 @@ def get_config(stage: str = '32k'):
   c.data.seq_len = length
   c.data.batch_size = rows
   c.data.seed = list(STAGES).index(stage) + 1
-  c.train.grad_accum = micro_batches  # Our choice: of 4 to 6 Mi tokens each.
+  c.train.grad_accum = micro_batches  # Our choice: of 6 to 8 Mi tokens each.
   c.train.steps = steps
 
   c.optim.name = 'muon_split'

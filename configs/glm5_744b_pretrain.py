@@ -25,7 +25,7 @@ def get_config():
     expert_matmul='ragged_dot',
     expert_capacity=2.0,  # Of what a device receives at an even load.
   )
-  c.mesh.fsdp = -1  # docs/scale.md. Whatever number of chips divides a micro-batch's 1,024 rows.
+  c.mesh.fsdp = -1  # docs/scale.md. Whatever number of chips divides a micro-batch's 2,048 rows.
   c.mesh.expert = 8
 
   # The paper has 18T tokens of a general corpus, then 9T of code and reasoning. Our choice is both at
@@ -44,7 +44,9 @@ def get_config():
 
   # 16M tokens, linearly (our choice of shape) to 64M over the first 500B; powers of two are our choice.
   c.data.batch_size = 16384  # Rows: 64 Mi tokens.
-  c.train.grad_accum = 16  # Our choice: micro-batches of 4 Mi tokens.
+  # Our choice: micro-batches of 8 Mi tokens, which 1,024 v5p chips have room for. Every one of them sends
+  # all weights and gradients.
+  c.train.grad_accum = 8
   c.train.batch_warmup_rows = 4096  # 16 Mi tokens.
   c.train.batch_warmup_steps = 11922  # 0.50T tokens.
   c.train.steps = 406802  # 27T tokens.
