@@ -79,14 +79,17 @@ def test_the_papers_numbers(recipe, name):
 
 
 def test_the_batch_of_pretraining(recipe):
-  """16M to 64M tokens over the first 500B."""
+  """16M to 64M tokens over the first 500B, never further from a line than half a micro-batch."""
   config, parts = recipe['pretrain']
   plan = parts.plan
   assert plan.filled(0) * plan.micro_rows * 4096 == 16 * 2**20
   assert plan.rows * 4096 == 64 * 2**20
-  grown = next(s for s in range(20000) if plan.filled(s) == plan.micro_batches)
-  assert plan.tokens_until(config.train.batch_warmup_steps) == pytest.approx(500e9, rel=1e-3)
-  assert plan.tokens_until(grown) > 0.9 * 500e9
+  warmup = config.train.batch_warmup_steps
+  assert plan.tokens_until(warmup) == pytest.approx(500e9, rel=1e-3)
+  assert plan.filled(warmup) == plan.micro_batches
+  for step in range(0, warmup + 1, 61):
+    line = plan.first_rows + (plan.rows - plan.first_rows) * step / warmup
+    assert abs(plan.filled(step) * plan.micro_rows - line) <= plan.micro_rows / 2, step
   # It stays so through mid-training, up to whole rows.
   for name in RECIPE[1:4]:
     tokens = recipe[name][1].plan.rows * NUMBERS[name][0]
