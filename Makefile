@@ -8,7 +8,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench bench-kernels aot lock clean
+.PHONY: help demo test test-hf test-tpu test-slow test-newest lint format bench bench-kernels aot scaling lock clean
 
 # The first interpreter on the path that is new enough and can make a virtual environment.
 USABLE = -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -44,6 +44,7 @@ help:
 	@echo 'make bench        side-by-side speed of this code and transformers'
 	@echo 'make bench-kernels  cycles of the Pallas kernels on three TPU chips, from the compiler'
 	@echo 'make aot          the 744B configs compiled for pods that are not here: memory, FLOPs, traffic'
+	@echo 'make scaling      how cost grows: with the model, with chips, with the length of a row'
 	@echo 'make lock         resolve requirements-*.txt anew and write the lock files'
 	@echo 'make clean        remove environments and caches, keep runs/'
 
@@ -97,6 +98,10 @@ bench-kernels: $(STAMP_TPU)
 aot: $(STAMP_TPU)
 	@echo '[aot] every 744B compile of benchmarks/aot_table.py that has no result in runs/aot yet'
 	.venv-tpu/bin/python -m benchmarks.aot_table $(AOT_ARGS)
+
+scaling: $(STAMP_TPU)
+	@echo '[scaling] every compile of benchmarks/scaling that has no result in runs/scaling yet, and its figures'
+	.venv-tpu/bin/python -m benchmarks.scaling $(SCALING_ARGS)
 
 # One recipe for all environments; $(1) the directory, $(2) the requirement flags.
 define install

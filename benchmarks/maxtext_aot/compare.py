@@ -82,6 +82,9 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {
   '4K, ours, Muon Split': Entry(Case('pretrain.py', TOPOLOGY, _SHORT)),
   '4K, ours, AdamW': Entry(Case('pretrain.py', TOPOLOGY, (*_SHORT, *_ADAMW))),
+  '4K, ours, AdamW, all of a layer again': Entry(
+    Case('pretrain.py', TOPOLOGY, (*_SHORT, *_ADAMW, 'model.remat=block'))
+  ),
   '4K, ours, AdamW, fsdp 512, all of a layer again': Entry(
     Case('pretrain.py', TOPOLOGY, (*_SHORT, *_ADAMW, 'mesh.expert=1', 'model.remat=block'))
   ),
