@@ -101,6 +101,7 @@ def _indexer_loops(shape: shapes.Indexer, chip: Chip):
   )
   parts, groups = layout.parts, layout.groups
   steps = -(-shape.keys // (layout.step * groups))
+  at_once = layout.at_once  # Passes and parts.
   cells = kernel_tpu.PART // groups  # Rows of each half of the cells.
   pieces = max(1, 2 * cells // layout.step)
   folds = parts * groups > kernel_tpu.FOLD_ABOVE
@@ -124,9 +125,9 @@ def _indexer_loops(shape: shapes.Indexer, chip: Chip):
     ('threshold', (not folds) * _BISECTIONS * steps),
     *((None, 0),) * 3,  # Ties.
     ('compaction', steps),  # Packing.
-    ('compaction', parts),  # Transposes.
-    ('compaction', parts),
-    ('compaction', parts * passes),
+    ('compaction', math.ceil(parts / at_once[1])),  # Transposes.
+    ('compaction', math.ceil(parts / at_once[1])),
+    ('compaction', math.ceil(parts / at_once[1]) * math.ceil(passes / at_once[0])),
   )
 
 

@@ -56,6 +56,8 @@ _INDEXER = (
   Indexer('test-blocks', 'test', 130, 2500, heads=2, dim=16, topk=130, batch=2, block_q=128),
   Indexer('test-four-groups', 'test', 40, 17000, heads=3, dim=16, topk=40, block_q=32),
   Indexer('test-long', 'test', 5, 21000, heads=2, dim=16, topk=260, block_q=128),
+  # The compaction takes two parts at a time; the last of three is alone.
+  Indexer('test-three-parts', 'test', 4, 9000, heads=2, dim=16, topk=140, block_q=128),
 )
 
 _DECODE = (

@@ -61,6 +61,11 @@ class Layout(NamedTuple):
   def steps_per_part(self) -> int:
     return PART // self.step
 
+  @property
+  def at_once(self) -> tuple[int, int]:
+    """Passes and parts that one step of the compaction works on."""
+    return (2, 1) if self.parts == 1 else (1, 2)
+
 
 def divide(x, power: int):
   """Quotient and remainder by a power of two of integers >= 0, without the general case's cost."""
@@ -291,8 +296,13 @@ def _sample_bounds(sample, parts, layout: Layout) -> tuple[jax.Array, jax.Array]
 
 
 def _fold(tile, cells, chunks, high, rows: int):
-  """The two largest entries below `high` of every `rows`-th row of the tile."""
+  """The two largest entries below `high` of every `rows`-th row of the tile.
+
+  Subtracting `high` with the sign bit flipped rotates the order: what is at or above it comes last,
+  at no cost but the subtraction.
+  """
   block = _LANES
+  turn = high ^ jnp.int32(LOWEST)
 
   def one_block(n, _):
     at = pl.ds(pl.multiple_of(n * block, block), block)
@@ -300,12 +310,15 @@ def _fold(tile, cells, chunks, high, rows: int):
 
     def body(c, best):
       first, next_ = best
-      u = tile[pl.ds(pl.multiple_of(c * rows + n * block, block), block), :]
-      u = jnp.where(u < high, u, LOWEST)
-      return jnp.maximum(first, u), jnp.maximum(next_, jnp.minimum(first, u))
+      u = tile[pl.ds(pl.multiple_of(c * rows + n * block, block), block), :] - turn
+      larger = u > first
+      return jnp.where(larger, u, first), jnp.maximum(next_, jnp.where(larger, first, u))
 
     none = jnp.full((block, _LANES), LOWEST)
-    cells[at, :], cells[below, :] = jax.lax.fori_loop(0, chunks, body, (none, none))
+    best = jax.lax.fori_loop(0, chunks, body, (none, none))
+    for half, u in zip((at, below), best, strict=True):
+      u += turn
+      cells[half, :] = jnp.where(u < high, u, LOWEST)
     return _
 
   jax.lax.fori_loop(0, rows // block, one_block, 0)
@@ -454,16 +467,20 @@ def inclusive_bit_counts(words: jax.Array) -> jax.Array:
   return jnp.dot(bits, upper, preferred_element_type=jnp.float32).astype(jnp.int32)
 
 
-def _transpose_words(packed, words, prefix, parts):
-  """Words to [part, (group, query), 128 words in order of keys], and their inclusive bit counts."""
+def _transpose_words(packed, words, prefix, parts, together: int):
+  """Words to [part, (group, query), 128 words in order of keys], and their inclusive bit counts.
+
+  Of `together` parts at once, which hide each other's latency.
+  """
 
   def body(n, _):
-    w = packed[pl.ds(pl.multiple_of(n * _TABLE, _TABLE), _TABLE), :].T
-    words[n] = w
-    prefix[n] = inclusive_bit_counts(w)
+    for part in [n * together + i for i in range(together)]:
+      w = packed[pl.ds(pl.multiple_of(part * _TABLE, _TABLE), _TABLE), :].T
+      words[part] = w
+      prefix[part] = inclusive_bit_counts(w)
     return _
 
-  jax.lax.fori_loop(0, parts, body, 0)
+  jax.lax.fori_loop(0, divide(parts + (together - 1), together)[0], body, 0)
 
 
 def _nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
@@ -482,10 +499,12 @@ def _gather(x: jax.Array, lane: jax.Array) -> jax.Array:
   return jnp.take_along_axis(x, lane, axis=1, mode='promise_in_bounds')
 
 
-def compact(words, prefix, out_ref, parts, layout: Layout, passes: int = 1):
+def compact(words, prefix, out_ref, parts, layout: Layout, passes: int = 1, together: int = 1):
   """Writes each query's positions, ascending, -1 where it has fewer than K.
 
-  A pass places up to 128 keys of every row; `passes` of them are one step of the loop.
+  A pass places up to 128 keys of every row; `passes` of them, of each of `together` parts, are one
+  step of the loop: their gathers hide each other's latency. Parts up to a multiple of `together`
+  must have words, which are ignored.
   """
   block_q, groups = layout.block_q, layout.groups
   shape = (block_q * groups, _LANES)
@@ -493,19 +512,24 @@ def compact(words, prefix, out_ref, parts, layout: Layout, passes: int = 1):
   group = jax.lax.broadcasted_iota(jnp.int32, shape, 0) >> (block_q.bit_length() - 1)
   out_ref[0] = jnp.full((block_q, layout.slots), -1, jnp.int32)
 
-  def one_part(part, filled):
-    """Appends the keys of a part's words to slots [filled, ...) of each (group, query)."""
-    w, ends = words[part], prefix[part]
-    total = ends[:, _LANES - 1 :]
-    starts = []
-    for g in range(groups):
-      starts.append(filled)
-      filled = filled + total[g * block_q : (g + 1) * block_q]
-    start = jnp.concatenate(starts)
-    base = (part * groups + group) * PART
-    most = jnp.max(total.astype(jnp.float32)).astype(jnp.int32)
+  def some_parts(n, filled):
+    """Appends the keys of some parts' words to slots [filled, ...) of each (group, query)."""
+    rows = []  # Of each part: its number, the first slot and the number of its keys.
+    for part in [n * together + i for i in range(together)]:
+      total = prefix[part][:, _LANES - 1 :]
+      if together > 1:
+        total = jnp.where(part < parts, total, 0)
+      starts = []
+      for g in range(groups):
+        starts.append(filled)
+        filled = filled + total[g * block_q : (g + 1) * block_q]
+      rows.append((part, jnp.concatenate(starts), total))
+    most = functools.reduce(jnp.maximum, [total for _, _, total in rows])
+    most = jnp.max(most.astype(jnp.float32)).astype(jnp.int32)
 
-    def one_pass(n):
+    def place(part, start, total, n):
+      """Keys of pass n, and the row of the output that takes each, or -1."""
+      w, ends = words[part], prefix[part]
       # Hit j of the row goes to slot start + j: lane l of the output takes a j that ends up there.
       j = n * _LANES + ((lane - start) & (_LANES - 1))
       word, begin = jnp.zeros_like(j), jnp.zeros_like(j)
@@ -514,26 +538,28 @@ def compact(words, prefix, out_ref, parts, layout: Layout, passes: int = 1):
         beyond = end <= j
         word = jnp.where(beyond, word + width, word)
         begin = jnp.where(beyond, end, begin)
+      base = (part * groups + group) * PART
       key = base + word * 32 + _nth_bit(_gather(w, word), j - begin)
-      row = jnp.where(j < total, divide(start + j, _LANES)[0], -1)
+      return key, jnp.where(j < total, divide(start + j, _LANES)[0], -1)
+
+    def chunk(n, _):
+      placed = [place(*row, n * passes + i) for row in rows for i in range(passes)]
       for r in range(layout.slots // _LANES):
         at = (0, slice(None), pl.ds(r * _LANES, _LANES))
         out = out_ref[at]
-        for g in range(groups):
-          mine = slice(g * block_q, (g + 1) * block_q)
-          out = jnp.where(row[mine] == r, key[mine], out)
+        for key, row in placed:
+          for g in range(groups):
+            mine = slice(g * block_q, (g + 1) * block_q)
+            out = jnp.where(row[mine] == r, key[mine], out)
         out_ref[at] = out
-
-    def chunk(n, _):
-      for i in range(passes):
-        one_pass(n * passes + i)
       return _
 
     step = passes * _LANES
     jax.lax.fori_loop(0, divide(most + (step - 1), step)[0], chunk, 0)
     return filled
 
-  jax.lax.fori_loop(0, parts, one_part, jnp.zeros((block_q, 1), jnp.int32))
+  chunks = divide(parts + (together - 1), together)[0]
+  jax.lax.fori_loop(0, chunks, some_parts, jnp.zeros((block_q, 1), jnp.int32))
 
 
 def _kernel(steps_ref, *refs, layout: Layout):
@@ -568,8 +594,9 @@ def _kernel(steps_ref, *refs, layout: Layout):
       full = found.at_low >= layout.topk
       threshold_ref[0, 0] = reference.from_ordered_bits(jnp.where(full, lowest, LOWEST))
     with jax.named_scope('compact'):
-      _transpose_words(packed, words, prefix, parts)
-      compact(words, prefix, out_ref, parts, layout)
+      passes, together = layout.at_once
+      _transpose_words(packed, words, prefix, parts, together)
+      compact(words, prefix, out_ref, parts, layout, passes, together)
 
 
 def _pad(x: jax.Array, axis: int, multiple: int, value=0) -> jax.Array:
@@ -636,9 +663,10 @@ def choose_blocks(
   """
 
   def need(block):
-    tile = -(-keys * block // (PART * _LANES)) * PART * _LANES * 4
-    # Words, their transpose and prefix counts are 3/32 of the tile; the rest is blocks and cells.
-    return tile * 35 // 32 + (2 + block // 16) * 2**20
+    parts = -(-keys * block // (PART * _LANES))
+    # Words, their transpose and prefix counts, of pairs of parts; the rest is blocks and cells.
+    words = (parts + parts % 2) * _TABLE * _LANES * 4 * 3
+    return parts * PART * _LANES * 4 + words + (2 + block // 16) * 2**20
 
   sizes = (128, 64, 32, 16, 8)
   if block_q is None:
@@ -690,6 +718,8 @@ def indexer_topk(
 
   lane_spec = pl.BlockSpec((1, 1, 1, _LANES), per_block)
   rows = layout.parts * PART
+  together = layout.at_once[1]
+  word_parts = -(-layout.parts // together) * together
   out_shape = [
     jax.ShapeDtypeStruct((batch, layout.blocks * block_q, layout.slots), jnp.int32),
     jax.ShapeDtypeStruct((batch, layout.blocks, 1, _LANES), jnp.float32),
@@ -725,9 +755,9 @@ def indexer_topk(
       ],
       scratch_shapes=[
         pltpu.VMEM((rows, _LANES), jnp.int32),
-        pltpu.VMEM((rows // 32, _LANES), jnp.int32),
-        pltpu.VMEM((layout.parts, _LANES, _TABLE), jnp.int32),
-        pltpu.VMEM((layout.parts, _LANES, _TABLE), jnp.int32),
+        pltpu.VMEM((word_parts * _TABLE, _LANES), jnp.int32),
+        pltpu.VMEM((word_parts, _LANES, _TABLE), jnp.int32),
+        pltpu.VMEM((word_parts, _LANES, _TABLE), jnp.int32),
         pltpu.VMEM((2 * PART // groups, _LANES), jnp.int32),
         pltpu.VMEM((_SUBLANES, _LANES), jnp.int32),
       ],
