@@ -664,9 +664,10 @@ def choose_blocks(
 
   def need(block):
     parts = -(-keys * block // (PART * _LANES))
-    # Words, their transpose and prefix counts, of pairs of parts; the rest is blocks and cells.
+    # Words, their transpose and prefix counts, of pairs of parts; the rest is blocks and cells, and
+    # the registers that a pair of parts spills.
     words = (parts + parts % 2) * _TABLE * _LANES * 4 * 3
-    return parts * PART * _LANES * 4 + words + (2 + block // 16) * 2**20
+    return parts * PART * _LANES * 4 + words + (2 + block // 16) * 2**20 + 2**18
 
   sizes = (128, 64, 32, 16, 8)
   if block_q is None:
