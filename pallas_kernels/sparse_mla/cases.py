@@ -104,7 +104,8 @@ def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
     t.queries * t.keys / shape.topk,
     2.0 * shape.heads * widths * t.keys * t.queries,
     t.keys * (2.0 * width + gradient[0]),
-    t.keys * (row + 8.0 + gradient[1]),
+    # Masks and row ids; for gradients ids are read three times.
+    t.keys * (row + (16.0 if gradient[1] else 8.0) + gradient[1]),
   )
 
 

@@ -9,7 +9,11 @@ only the product for dq needs a transpose:
 A row's gradient is a float32 sum over query blocks in their order, so repeated runs agree to the
 bit: in VMEM for the dense regime, by read-add-write of the row in HBM for the gathered one. There
 chunk i's rows are read only when chunk i - 1's are written, because two blocks may have selected
-the same row.
+the same row. So that both are issued beside matmuls, a chunk writes the rows of the one before it in
+its first half and reads its own in its second:
+
+  first half: rows i - 1 -> HBM, most of the latents i + 2 -> VMEM;  wait;
+  second half: rows i -> VMEM, the rest of the latents;  wait, add.
 """
 
 import functools
@@ -22,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.sparse_mla import layout
-from pallas_kernels.sparse_mla.stream import LOG2_E, Blocks, Stream, dot, each_row, row_tile
+from pallas_kernels.sparse_mla.stream import LOG2_E, RING, Blocks, Stream, dot, each_row, row_tile
 
 
 def _probabilities(b: Blocks, group: int, refs, keys):
@@ -58,48 +62,80 @@ def _groups(b: Blocks, refs, keys, write, before):
     p, ds = following
 
 
+# Whose row ids are where in `row_ids`: of the chunk that reads, and of the one before, that writes.
+# At an address of its own an id takes one scalar operation less than in the ring of `Stream`.
+_READ, _WRITE = range(2)
+
+
 class _Rows:
-  """Read-add-write of one chunk's gradient rows in HBM."""
+  """Read-add-write of the chunks' gradient rows in HBM."""
 
-  def __init__(self, b: Blocks, refs, core):
-    self.b, self.r = b, refs
+  def __init__(self, b: Blocks, refs, core, stream: Stream):
+    self.b, self.r, self.stream = b, refs, stream
     # Every core sums into an array of its own.
-    self.offset = core * (_rows_per_core(refs['sums'], b))
+    size = _rows_per_core(refs['sums'], b)
+    self.sums = refs['sums'].at[pl.ds(core * size, size)]
+    self.filler = size - b.keys
 
-  def _row(self, tick, i):
-    return self.r['sums'].at[self.offset + self.r['ids'][tick, 0, i]]
+  def ids(self, use, position):
+    """The copy of a chunk's row ids for `_READ` or `_WRITE`."""
+    target, sem = self.r['row_ids'].at[use], self.r['row_id_sems'].at[use]
+    return self.stream.id_copy(position, target, sem)
+
+  def _row(self, use, i):
+    return self.sums.at[self.r['row_ids'][use, 0, i]]
 
   def read(self, tick, begin, end):
-    """Starts reading rows [begin, end) of the chunk of `tick`."""
+    """Starts reading rows [begin, end) of this chunk."""
     old, sem = self.r['old'], self.r['read_sem']
+    # 0, but the compiler does not know: addresses that it knows it would compute once for reads
+    # and writes and keep, for which there are too few scalar registers.
+    first = tick & RING
     each_row(
       self.b,
       begin,
       end,
-      lambda i: pltpu.make_async_copy(self._row(tick, i), old.at[i], sem).start(),
+      lambda i: pltpu.make_async_copy(self._row(_READ, i), old.at[first + i], sem).start(),
     )
 
-  def add_and_write(self, tick):
-    """Adds the gradients to the rows that were read and starts writing them."""
-    old, sem = self.r['old'], self.r['write_sem']
+  def add(self):
+    """Waits for the rows that were read and adds the gradients to them."""
+    old = self.r['old']
     pltpu.make_async_copy(old, old, self.r['read_sem']).wait()
     for tile in range(self.b.features // layout.LANES):
       view, index = row_tile(self.b, old, 0, tile)
       view[index] += self.r['gradient'][:, tile * layout.LANES : (tile + 1) * layout.LANES]
-    each_row(
-      self.b, 0, self.b.keys,
-      lambda i: pltpu.make_async_copy(old.at[i], self._row(tick, i), sem).start(),
-    )  # fmt: skip
+
+  def _write_row(self, i):
+    old, sem = self.r['old'], self.r['write_sem']
+    pltpu.make_async_copy(old.at[i], self._row(_WRITE, i), sem).start()
+
+  def write(self, begin, end):
+    """Starts writing rows [begin, end) of the chunk before this one."""
+    each_row(self.b, begin, end, self._write_row)
 
   def wait_write(self):
     pltpu.make_async_copy(self.r['old'], self.r['old'], self.r['write_sem']).wait()
 
   def prime(self):
-    """What the first `wait_write` waits for: zeros into the filler rows."""
-    b, r = self.b, self.r
-    r['old'][...] = jnp.zeros(r['old'].shape, jnp.float32)
-    filler = self.offset + _rows_per_core(r['sums'], b) - b.keys
-    pltpu.make_async_copy(r['old'], r['sums'].at[pl.ds(filler, b.keys)], r['write_sem']).start()
+    """A chunk before the first one: zeros for the filler rows."""
+    self.r['old'][...] = jnp.zeros(self.r['old'].shape, jnp.float32)
+
+    def name(i, carry):
+      self.r['row_ids'][_WRITE, 0, i] = self.filler + i
+      return carry
+
+    lax.fori_loop(0, self.b.keys, name, 0)
+
+  def finish(self):
+    """Writes the rows of the last chunk, beside which there is no other."""
+
+    def write(i, carry):
+      self._write_row(i)
+      return carry
+
+    lax.fori_loop(0, self.b.keys, write, 0)
+    self.wait_write()
 
 
 def _rows_per_core(sums, b: Blocks) -> int:
@@ -108,11 +144,12 @@ def _rows_per_core(sums, b: Blocks) -> int:
 
 
 def _gathered_chunk(b: Blocks, stream: Stream, rows: _Rows, position, refs):
-  """Three copies a row; all but the last are spread over the groups, so that the matmuls hide
-  them."""
+  """Three copies a row, spread over the groups, so that the matmuls hide them."""
   groups = b.queries // b.together
   half = max(1, groups // 2)
+  early = b.keys * 3 // 4  # Rows fetched in the first half, which also unpacks the keys.
   tick, words, keys = stream.begin(position)
+  rows.ids(_READ, position).start()
   refs['words'][...] = jnp.broadcast_to(words, (layout.LANES, b.keys)).T
 
   def accumulate(group, ds_q, p_dout):
@@ -123,20 +160,29 @@ def _gathered_chunk(b: Blocks, stream: Stream, rows: _Rows, position, refs):
       gradient[...] = ds_q
     gradient[:, : b.latent] += p_dout
 
+  def turn():
+    rows.wait_write()
+    rows.ids(_READ, position).wait()
+    rows.ids(_WRITE, position).start()
+    stream.issue_rows(tick, early, b.keys)
+    stream.start_ids(position, tick)
+
   def before(group):
     if group < half:
-      stream.issue_rows(tick, group * b.keys // half, (group + 1) * b.keys // half)
+      rows.write(group * b.keys // half, (group + 1) * b.keys // half)
+      stream.issue_rows(tick, group * early // half, (group + 1) * early // half)
       return
     if group == half:
-      rows.wait_write()
+      turn()
     part, parts = group - half, groups - half
     rows.read(tick, part * b.keys // parts, (part + 1) * b.keys // parts)
 
   _groups(b, refs, keys, accumulate, before)
   if half == groups:
-    rows.wait_write()
+    turn()
     rows.read(tick, 0, b.keys)
-  rows.add_and_write(tick)
+  rows.ids(_WRITE, position).wait()
+  rows.add()
 
 
 def _dense_chunk(b: Blocks, stream: Stream, position, first_row, refs):
@@ -159,12 +205,12 @@ def _kernel(b: Blocks, starts, counts, base, *buffers, names):
   refs['dense_base'] = base
   stream = Stream(
     b, starts, counts, refs.get('lists'), refs['masks_hbm'], refs['keys_hbm'], refs, first,
-    first + steps - 1,
+    first + steps - 1, ring=1,
   )  # fmt: skip
   pl.when(step == 0)(stream.prime)
   refs['dq_sum'][...] = jnp.zeros(refs['dq_sum'].shape, jnp.float32)
   if b.gather:
-    rows = _Rows(b, refs, core)
+    rows = _Rows(b, refs, core, stream)
     pl.when(step == 0)(rows.prime)
 
     def chunk(c, carry):
@@ -189,7 +235,7 @@ def _kernel(b: Blocks, starts, counts, base, *buffers, names):
   lax.fori_loop(0, counts[block], chunk, 0)
   refs['dq'][...] = refs['dq_sum'][...].astype(refs['dq'].dtype)
   if b.gather:
-    pl.when(step == steps - 1)(rows.wait_write)
+    pl.when(step == steps - 1)(rows.finish)
   else:
     pl.when((step == steps - 1) | ~same_as(block + 1))(lambda: pltpu.sync_copy(total, sums()))
 
@@ -255,6 +301,8 @@ def backward(
     scratch |= {
       'gradient': pltpu.VMEM((blocks.keys, blocks.features), jnp.float32),
       'old': pltpu.VMEM((blocks.keys, 1, blocks.features), jnp.float32),
+      'row_ids': pltpu.SMEM((2, 1, blocks.keys), jnp.int32),
+      'row_id_sems': pltpu.SemaphoreType.DMA((2,)),
       'read_sem': pltpu.SemaphoreType.DMA,
       'write_sem': pltpu.SemaphoreType.DMA,
     }
@@ -262,8 +310,9 @@ def backward(
     scratch['total'] = pltpu.VMEM((sequence_keys, blocks.features), jnp.float32)
   names = (*inputs, 'dq', 'sums', *scratch)
   width = blocks.heads * (3 * blocks.features + 2 * blocks.latent)
-  # A gathered row's gradient is read and written by every block, a sequence's once.
-  gradient = 2 * 4 * blocks.features if blocks.gather else 0
+  # A gathered row's gradient is read and written by every block, a sequence's once; its id is read
+  # for that twice more.
+  gradient = 2 * 4 * blocks.features + 8 if blocks.gather else 0
   return pl.pallas_call(
     functools.partial(_kernel, blocks, names=names),
     grid_spec=pltpu.PrefetchScalarGridSpec(

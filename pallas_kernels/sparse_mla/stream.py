@@ -139,13 +139,26 @@ class Stream:
   """The walk of one core: prime once, `begin` / `issue` for every chunk, finish once."""
 
   def __init__(
-    self, blocks, starts, counts, lists, masks_hbm, keys_hbm, scratch, first, last, lengths=None
+    self,
+    blocks,
+    starts,
+    counts,
+    lists,
+    masks_hbm,
+    keys_hbm,
+    scratch,
+    first,
+    last,
+    lengths=None,
+    ring=RING,
   ):
     """References; `first` and `last` are the first and last query block of this core.
 
-    `lengths` [G] are the rows of each block's list, which only `Blocks.tails` asks for.
+    `lengths` [G] are the rows of each block's list, which only `Blocks.tails` asks for. `ring` is
+    RING, or 1: then row ids lie at one address, which saves a scalar operation a copy, and the
+    caller starts their copies with `start_ids`.
     """
-    self.lengths = lengths
+    self.lengths, self.ring = lengths, ring
     self.b, self.starts, self.counts = blocks, starts, counts
     self.lists, self.masks_hbm, self.keys_hbm = lists, masks_hbm, keys_hbm
     self.s, self.first, self.last = scratch, first, last
@@ -167,11 +180,13 @@ class Stream:
       self.masks_hbm.at[block, chunk], self.s['masks'].at[slot], self.s['mask_sems'].at[slot]
     )
 
-  def _id_copy(self, position, slot):
+  def id_copy(self, position, ids, sem):
+    """The copy of a chunk's row ids to `ids` in SMEM."""
     block, chunk = self._chunk(position)
-    return pltpu.make_async_copy(
-      self.lists.at[block, chunk], self.s['ids'].at[slot], self.s['id_sems'].at[slot]
-    )
+    return pltpu.make_async_copy(self.lists.at[block, chunk], ids, sem)
+
+  def _id_copy(self, position, slot):
+    return self.id_copy(position, self.s['ids'].at[slot], self.s['id_sems'].at[slot])
 
   def _dense_copy(self, position, slot):
     block, chunk = self._chunk(position)
@@ -198,8 +213,19 @@ class Stream:
       self.b,
       begin // self.b.granule,
       end // self.b.granule,
-      lambda i: self._row_copy((tick + 2) & (RING - 1), tick & 1, i).start(),
+      lambda i: self._row_copy(self._id_slot(tick + 2), tick & 1, i).start(),
     )
+
+  def _id_slot(self, tick):
+    return tick & (self.ring - 1) if self.ring > 1 else 0
+
+  def start_ids(self, position, tick):
+    """Starts the copy of the row ids of the chunk three after the one at `position`, of `tick`.
+
+    With one place for ids: when all rows of the chunk before are issued.
+    """
+    third = self.after(self.after(self.after(position)))
+    self._id_copy(third, self._id_slot(tick + 3)).start()
 
   def _wait_rows(self, slot):
     if self.b.gather:
@@ -218,26 +244,26 @@ class Stream:
       self._mask_copy(position, 0).start()
       return
     for slot in range(2):
-      copy = self._id_copy(position, slot)
+      copy = self._id_copy(position, self._id_slot(slot))
       copy.start()
       copy.wait()
       self._mask_copy(position, slot).start()
 
       def start_row(i, carry, slot=slot):
-        self._row_copy(slot, slot, i).start()
+        self._row_copy(self._id_slot(slot), slot, i).start()
         return carry
 
       lax.fori_loop(0, self.b.copies, start_row, 0)
       position = self.after(position)
-    self._id_copy(position, 2).start()
+    self._id_copy(position, self._id_slot(2)).start()
 
   def begin(self, position):
     """Waits for this chunk, unpacks it, and starts what comes next; returns (tick, words, keys).
 
     `words` [1, C] int32 are the masks, bit m for query m of the block; `keys` is a function of a
     column slice. In the gathered regime the caller then issues the rows of chunk i + 2 with
-    `issue_rows(tick, ...)`, all of them, at the places that suit its own work. `ids[tick]` keeps
-    this chunk's row ids.
+    `issue_rows(tick, ...)`, all of them, at the places that suit its own work. In a ring,
+    `ids[tick]` keeps this chunk's row ids.
     """
     b, s = self.b, self.s
     tick = s['tick'][0]
@@ -253,8 +279,9 @@ class Stream:
       return tick, words, lambda columns: s['keys'][slot, :, columns]
     second = self.after(following)
     self._mask_copy(second, slot).start()
-    self._id_copy(second, (tick + 2) & (RING - 1)).wait()
-    self._id_copy(self.after(second), (tick + 3) & (RING - 1)).start()
+    self._id_copy(second, self._id_slot(tick + 2)).wait()
+    if self.ring > 1:
+      self.start_ids(position, tick)
     self._wait_rows(slot)
     if b.tails:
       self._clear_tail(position, slot)
@@ -299,7 +326,7 @@ class Stream:
     if self.b.gather:
       self._wait_rows(1 - slot)
       self._mask_copy(position, 1 - slot).wait()
-      self._id_copy(position, (tick + 2) & (RING - 1)).wait()
+      self._id_copy(position, self._id_slot(tick + 2)).wait()
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], blocks: Blocks) -> jax.Array:

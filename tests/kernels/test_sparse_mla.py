@@ -177,6 +177,30 @@ def test_any_selection_matches_oracle(case, pattern, seed, ties):
   assert not races_found()
 
 
+# Queries of a block and of one matmul: one group, two, and three, of which one writes.
+@pytest.mark.parametrize(
+  ('queries', 'together', 'chip'), [(2, 2, 'v5p'), (2, 1, 'v6e'), (3, 1, 'v6e')]
+)
+def test_rows_that_neighbouring_blocks_share_are_summed_in_order(queries, together, chip):
+  """A block's first chunk holds rows of the last chunk of the block before it, which are being
+  written: in blocks of one chunk, of several, and without keys."""
+  many, few, none = np.arange(24), np.arange(4), np.arange(0)
+  blocks = (many, many, few, few, none, few, none, many)
+  sizes = (1, queries * len(blocks), 24, 2, 16, 8, 24)
+  q, latents, _, dout, dlse = problem(9, *sizes, jnp.float32)
+  indices = np.full((1, sizes[1], 24), -1, np.int32)
+  for t in range(sizes[1]):
+    rows = blocks[t // queries]
+    indices[0, t, : len(rows)] = rows
+  args = (q, latents, jnp.asarray(indices), 16, dout, dlse)
+  got = kernel(*args, regime='gather', chip=chip, tuning=Tuning(queries, together, 16))
+  again = kernel(*args, regime='gather', chip=chip, tuning=Tuning(queries, together, 16))
+  check(got, oracle(*args), 2e-5)
+  for a, b in zip(got, again, strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert not races_found()
+
+
 def test_no_selected_key_gives_zero():
   args = problem(2, 1, 3, 16, 2, 16, 8, 4, jnp.float32)
   indices = jnp.full_like(args[2], -1)
