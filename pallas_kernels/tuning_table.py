@@ -32,7 +32,7 @@ CYCLES: dict[tuple[str, str, str, str], dict[tuple[int, ...], int]] = {
     (16, 4, 1024): 6024,
   },
   ('tpu7x', 'sparse_mla', 'gather', 'backward'): {
-    (16, 4, 512): 9796,
+    (16, 4, 512): 7774,
   },
   ('tpu7x', 'sparse_mla', 'gather', 'forward'): {
     (8, 4, 512): 2568,
@@ -73,10 +73,10 @@ CYCLES: dict[tuple[str, str, str, str], dict[tuple[int, ...], int]] = {
     (16, 4, 1024): 19071,
   },
   ('v5p', 'sparse_mla', 'gather', 'backward'): {
-    (4, 2, 512): 10050,
-    (8, 2, 512): 14913,
-    (8, 4, 512): 14982,
-    (16, 4, 512): 26651,
+    (4, 2, 512): 8458,
+    (8, 2, 512): 12690,
+    (8, 4, 512): 12748,
+    (16, 4, 512): 24424,
   },
   ('v5p', 'sparse_mla', 'gather', 'forward'): {
     (4, 1, 512): 3169,
@@ -121,7 +121,7 @@ CYCLES: dict[tuple[str, str, str, str], dict[tuple[int, ...], int]] = {
     (16, 4, 1024): 6656,
   },
   ('v6e', 'sparse_mla', 'gather', 'backward'): {
-    (16, 4, 512): 10127,
+    (16, 4, 512): 8059,
   },
   ('v6e', 'sparse_mla', 'gather', 'forward'): {
     (8, 4, 512): 2610,

@@ -330,8 +330,8 @@ def sparse_mla(
     between K and min(M K, S) for blocks of M queries, and so never above the visible keys.
 
   By the compiler's schedules masked-dense wins while the visible keys n are below 1.15 U / 1.57 U
-  / 1.70 U forward and 1.25 U / 1.39 U / 1.34 U backward (v5p / v6e / tpu7x). A causal sequence has
-  n = S / 2 on average: S up to 5K-7K if the selections of a block coincide, 9K-14K if U = 2 K. None
+  / 1.70 U forward and 1.07 U / 1.11 U / 1.07 U backward (v5p / v6e / tpu7x). A causal sequence has
+  n = S / 2 on average: S up to 4K-7K if the selections of a block coincide, 9K-14K if U = 2 K. None
   chooses masked-dense up to S = DENSE_KEYS = 8,192, where the gradients of all keys fit in VMEM.
   docs/kernels_sparse_mla.md has the roofline and the measurements.
 

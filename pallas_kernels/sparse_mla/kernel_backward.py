@@ -9,8 +9,8 @@ only the product for dq needs a transpose:
 A row's gradient is a float32 sum over query blocks in their order, so repeated runs agree to the
 bit: in VMEM for the dense regime, by read-add-write of the row in HBM for the gathered one. There
 chunk i's rows are read only when chunk i - 1's are written, because two blocks may have selected
-the same row. So that both are issued beside matmuls, a chunk writes the rows of the one before it in
-its first half and reads its own in its second:
+the same row. So that both are issued beside matmuls, a chunk writes the rows of the one before it
+in its first half and reads its own in its second:
 
   first half: rows i - 1 -> HBM, most of the latents i + 2 -> VMEM;  wait;
   second half: rows i -> VMEM, the rest of the latents;  wait, add.

@@ -37,6 +37,9 @@ def test_the_cheapest_wins_and_a_new_chip_gets_the_default(monkeypatch):
   cycles[4, 2, 1024] = 1850  # 0.2 % more than shorter chunks.
   assert tuning.best_blocks('v5p', *key) == (4, 2, 1024)
   tuning.best_blocks.cache_clear()
+  cycles[4, 2, 1024], cycles[8, 4, 512] = 2000, 1510  # 0.7 % more than 4 queries a block.
+  assert tuning.best_blocks('v5p', *key) == (8, 4, 512)
+  tuning.best_blocks.cache_clear()
 
 
 @pytest.mark.parametrize(('chip', 'op', 'regime', 'direction'), CASES)
