@@ -165,7 +165,7 @@ def _gathered_chunk(b: Blocks, stream: Stream, rows: _Rows, position, refs):
     rows.ids(_READ, position).wait()
     rows.ids(_WRITE, position).start()
     stream.issue_rows(tick, early, b.keys)
-    stream.start_ids(position, tick)
+    stream.start_ids(position)
 
   def before(group):
     if group < half:

@@ -219,13 +219,13 @@ class Stream:
   def _id_slot(self, tick):
     return tick & (self.ring - 1) if self.ring > 1 else 0
 
-  def start_ids(self, position, tick):
-    """Starts the copy of the row ids of the chunk three after the one at `position`, of `tick`.
+  def start_ids(self, position):
+    """Starts the copy of the row ids of the chunk three after the one at `position`.
 
-    With one place for ids: when all rows of the chunk before are issued.
+    Without a ring, once all rows of the chunk before that one are issued.
     """
     third = self.after(self.after(self.after(position)))
-    self._id_copy(third, self._id_slot(tick + 3)).start()
+    self._id_copy(third, 0).start()
 
   def _wait_rows(self, slot):
     if self.b.gather:
@@ -281,7 +281,7 @@ class Stream:
     self._mask_copy(second, slot).start()
     self._id_copy(second, self._id_slot(tick + 2)).wait()
     if self.ring > 1:
-      self.start_ids(position, tick)
+      self._id_copy(self.after(second), self._id_slot(tick + 3)).start()
     self._wait_rows(slot)
     if b.tails:
       self._clear_tail(position, slot)
