@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   print(text)
   if not args.only:
     (args.out / 'tables.md').write_text(text + '\n')
+    args.images.mkdir(parents=True, exist_ok=True)
     figures.save_all(args.images, results)
   return 0
 
