@@ -37,9 +37,7 @@ def get_config():
   c.data.seq_len = 202752
   c.data.batch_size = 320  # "Hyper-parameters of mid-training": the batch of our 200K stage.
   c.data.seed = 5
-  c.train.grad_accum = (
-    5  # Our choice: micro-batches of 12 Mi tokens. Dense attention takes more memory.
-  )
+  c.train.grad_accum = 5  # Our choice: 12 Mi tokens each. Dense attention takes more memory.
   c.train.steps = 308
 
   c.optim.name = 'muon_split'
