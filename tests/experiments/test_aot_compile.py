@@ -407,7 +407,7 @@ def test_pretraining_of_744b_on_a_pod():
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
   assert found['chips'] == 1024 and found['fits']
-  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 60e9
-  assert 1.3 < found['flops_over_model_flops'] < 1.35
+  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 62e9
+  assert 1.25 < found['flops_over_model_flops'] < 1.28
   sent = sum(c['sent_bytes'] for c in found['collectives_per_chip'].values())
   assert sent < 0.3 * found['zero3_bytes_per_chip']

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,14 +164,20 @@ class Live:
 
 
 @contextlib.contextmanager
-def running(engine: Scripted, **changes) -> Iterator[Live]:
-  """Serves the engine until the block ends; with time for everything, if `changes` do not say less."""
+def running(engine: Scripted, send_buffer: int = 0, **changes) -> Iterator[Live]:
+  """Serves the engine until the block ends; with time for everything, if `changes` do not say less.
+
+  Of each answer the kernel keeps about `send_buffer` bytes that the client has not read; 0: as many as it
+  likes.
+  """
   times = ('header_seconds', 'body_seconds', 'request_seconds')
   usual = {'hosts': ('127.0.0.1', 'localhost')} | dict.fromkeys(times, PATIENCE)
   config = ServerConfig(NAME, **usual | changes)
   server = Server(engine, TOKENIZER, config)
   http_server = uvicorn_server(server, config)
   sock = listen('127.0.0.1', 0)
+  if send_buffer:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
   port = sock.getsockname()[1]
   thread = threading.Thread(target=http_server.run, kwargs={'sockets': [sock]}, daemon=True)
   thread.start()

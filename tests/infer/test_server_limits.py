@@ -275,13 +275,16 @@ def test_a_client_that_does_not_read():
   body = json.dumps({**ENDLESS, 'seed': 1, 'n': 4, 'logprobs': 20}).encode()
   head = 'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
   engine = serving.tiny_engine()
-  engine.held[1] = 1200  # More than all buffers hold.
-  with serving.running(engine, body_seconds=BODY_SECONDS) as live:
+  engine.held[1] = 400  # More than all buffers hold.
+  times = {'body_seconds': 4 * BODY_SECONDS, 'request_seconds': 2 * serving.PATIENCE}
+  with serving.running(engine, send_buffer=1 << 14, **times) as live:
     with socket.socket() as s:
       s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
       s.connect(('127.0.0.1', live.port))
       s.sendall(head.encode() + f'Content-Length: {len(body)}\r\n\r\n'.encode() + body)
-      live.wait_until(lambda s: s['running'] == 4)
+      live.wait_until(
+        lambda s: s['running'] == 4 or s['cancelled']
+      )  # Polls can be slower than that.
       assert live.post('/v1/completions', {'prompt': 'a', 'max_tokens': 2})[0] == 200
       live.wait_until(lambda s: s['cancelled'] == 4 and not s['running'])
     live.check_healthy()
