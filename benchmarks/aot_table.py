@@ -62,6 +62,8 @@ CASES: dict[str, Case] = {
   '4K, 256 v6e': Case('pretrain.py', 'v6e:16x16', ('train.grad_accum=64',)),
   '32K, 1024 v5p': Case('midtrain.py:32k', 'v5p:8x8x16'),
   '128K, 1024 v5p': Case('midtrain.py:128k', 'v5p:8x8x16'),
+  '32K, 512 tpu7x': Case('midtrain.py:32k', 'tpu7x:8x8x8'),
+  '128K, 512 tpu7x': Case('midtrain.py:128k', 'tpu7x:8x8x8'),
   '200K, 1024 v5p': Case('midtrain.py:200k', 'v5p:8x8x16'),
   '200K, 512 v5p': Case('midtrain.py:200k', 'v5p:8x8x8', ('train.grad_accum=20',)),
   '200K, 256 v5p': Case('midtrain.py:200k', 'v5p:4x8x8', ('train.grad_accum=40',)),
