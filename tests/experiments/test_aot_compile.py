@@ -398,16 +398,16 @@ def test_a_plan_is_what_is_compiled():
 
 @pytest.mark.tpu
 def test_pretraining_of_744b_on_a_pod():
-  """What docs/scale.md says of it. In a process of its own, since the compiler goes on in it."""
+  """What docs/scale.md says of it, in micro-batches half as large. In a process of its own, since the compiler goes on in it."""
   command = (
     '-m', 'experiments.aot_compile', '--config=configs/glm5_744b_pretrain.py',
-    '--topology=v5p:8x8x16', '--plan',
+    '--topology=v5p:8x8x16', '--plan', '--config.train.grad_accum=16',
   )  # fmt: skip
   done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
   assert found['chips'] == 1024 and found['fits']
-  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 62e9
+  assert 7e9 < found['argument_bytes_per_chip'] < found['peak_bytes_per_chip'] < 45e9
   assert 1.25 < found['flops_over_model_flops'] < 1.28
   sent = sum(c['sent_bytes'] for c in found['collectives_per_chip'].values())
   assert sent < 0.3 * found['zero3_bytes_per_chip']
