@@ -284,18 +284,27 @@ def _watch(job: Job, processes: Sequence[subprocess.Popen], shown: BinaryIO) -> 
     sys.stdout.buffer.write(shown.read())
     sys.stdout.flush()
     if failed is None and any(states):
-      failed = next(i for i, state in enumerate(states) if state)
+      failed = first_failed(states)
       deadline = time.monotonic() + GRACE_SECONDS
       others = f'; the others are ended within {GRACE_SECONDS} s' if running else ''
       print(f'launch: process {failed} {_fate(processes[failed].returncode)}{others}', flush=True)
     if time.monotonic() > deadline:
       _end(processes)
-    time.sleep(0.1 if running else 0)
+    time.sleep(0.01 if running else 0)  # Shorter than the others need to notice and end as well.
   if failed is None:
     return 0
   status = processes[failed].returncode
   print(f'launch: see {_log(job, failed)}. The same command goes on from the last checkpoint.')
   return status if status > 0 else 128 - status
+
+
+def first_failed(states: Sequence[int | None]) -> int:
+  """The number of the process to blame, of statuses seen at once, at least one of them a failure.
+
+  One that was killed did not end because of another; those that lost it may have ended since.
+  """
+  killed = [i for i, state in enumerate(states) if state == -signal.SIGKILL]
+  return (killed or [i for i, state in enumerate(states) if state])[0]
 
 
 def _fate(status: int) -> str:

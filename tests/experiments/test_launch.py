@@ -214,6 +214,15 @@ def test_processes_and_their_logs(word, status, tmp_path, capfd, monkeypatch):
     assert (tmp_path / 'run' / '.logs' / f'process_{i}.log').read_text().count(f'I am {i}') == 2
 
 
+@pytest.mark.parametrize(
+  'states, number',
+  [([None, 3], 1), ([0, 1, 2], 1), ([1, -9], 1), ([1, -9, -9, None], 1), ([-6, None, -9], 2)],
+)
+def test_who_failed_first(states, number):
+  """Others that lost a process to SIGKILL may have ended before the launcher looks."""
+  assert launch.first_failed(states) == number
+
+
 def _command(tmp_path: pathlib.Path, steps: int) -> list[str]:
   return [
     sys.executable, '-m', 'experiments.launch', '--config=tests/train/tiny_config.py',

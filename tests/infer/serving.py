@@ -159,7 +159,7 @@ class Live:
       assert allocator.used == 0 and not allocator._references.any()
 
     self.server.thread.call(clear).result()
-    answer = self.post('/generate', {'prompt_ids': [1, 2, 3], 'max_tokens': 2})
+    answer = self.post('/generate', {'prompt_ids': [1, 2, 3], 'max_tokens': 2, 'ignore_eos': True})
     assert answer[0] == 200 and len(answer[2]['outputs'][0]['ids']) == 2
 
 
