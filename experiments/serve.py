@@ -44,6 +44,8 @@ def _define() -> flags.FlagValues:
                        flag_values=values)  # fmt: skip
   flags.DEFINE_integer('pages', 1025, 'Pages of the cache, 64 tokens each.', 2, flag_values=values)
   flags.DEFINE_integer('draft_steps', 0, 'Tokens drafted by the MTP layer.', 0, 7, values)
+  flags.DEFINE_integer('tensor', 1, 'Devices of this machine that divide the model among them.', 1,
+                       flag_values=values)  # fmt: skip
   flags.DEFINE_enum('kernels', 'reference', ('reference', 'pallas'),
                     'Of attention: plain jax, or the TPU kernels.', values)  # fmt: skip
   flags.DEFINE_integer('max_body_mb', 8, 'Megabytes of a request.', 1, flag_values=values)
@@ -107,14 +109,15 @@ def _json(file: pathlib.Path) -> Any:
     return None
 
 
-def load(folder: pathlib.Path) -> tuple[Any, Any, Any, int]:
-  """(params, ModelConfig, tokenizer, version of the weights) of a folder.
+def load(folder: pathlib.Path, mesh: Any = None) -> tuple[Any, Any, Any, int]:
+  """(params, ModelConfig, tokenizer, version of the weights) of a folder; each shard to its device.
 
   A run's version is the step of its checkpoint, a Hugging Face checkpoint's is 0.
 
   Raises:
     UsageError, and the errors of the loaders: there is no usable checkpoint.
   """
+  from glm5_jax import sharding
   from glm5_jax.convert import load_hf
   from glm5_jax.data import load_tokenizer
   from glm5_jax.modules.model import abstract_params
@@ -125,14 +128,16 @@ def load(folder: pathlib.Path) -> tuple[Any, Any, Any, int]:
   kind = kind_of(folder)
   tokenizer = load_tokenizer(folder)
   if kind == 'hf':
-    model, params = load_hf(folder)
+    model, params = load_hf(folder, mesh)
     return params, fit_to_tokenizer(model, tokenizer), tokenizer, 0
   config = _json(folder / 'config.json')
   model = build_model_config(config['model'])
   if config.get('stage') in STAGES:  # A stage may have trained with another attention.
     model, _ = resolve(config['stage'], model, config['model'].get('sparse_attention'))
   model = fit_to_tokenizer(model, tokenizer)
-  step, params = Handover(str(folder), model).params(abstract_params(model))
+  like = abstract_params(model)
+  like = sharding.abstract_params(like, mesh) if mesh else like
+  step, params = Handover(str(folder), model).params(like)
   if None in _leaves(params):
     raise UsageError(f"--checkpoint={folder}: the checkpoint lacks the model's indexers")
   return params, model, tokenizer, step
@@ -179,7 +184,7 @@ def _serve(values: flags.FlagValues, folder: pathlib.Path, key: str) -> None:
   from glm5_jax.data.chat import ChatFormat
   from glm5_jax.infer import server
   from glm5_jax.infer.engine import Engine
-  from glm5_jax.infer.programs import EngineConfig
+  from glm5_jax.infer.programs import EngineConfig, make_mesh
   from glm5_jax.infer.server_gate import local_names
   from glm5_jax.train.checkpoint import CheckpointError
 
@@ -206,7 +211,7 @@ def _serve(values: flags.FlagValues, folder: pathlib.Path, key: str) -> None:
     )
   with sock:
     try:
-      params, model, tokenizer, version = load(folder)
+      params, model, tokenizer, version = load(folder, make_mesh(values.tensor))
       engine = Engine(
         params,
         model,
@@ -217,9 +222,12 @@ def _serve(values: flags.FlagValues, folder: pathlib.Path, key: str) -> None:
           max_sequences=values.max_sequences,
           draft_steps=values.draft_steps,
           kernels=values.kernels,
+          tensor=values.tensor,
         ),
         version=version,
+        keep=True,
       )
+      del params
     except (CheckpointError, HfError, DataError, ValueError) as e:
       raise UsageError(' '.join(str(e).split())) from None
     print(f'{folder}: weights of version {version}; compiling', flush=True)

@@ -18,14 +18,16 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from glm5_jax import sharding
 from glm5_jax.config import ModelConfig
 from glm5_jax.digest import describe, kind, named_leaves
 from glm5_jax.infer import sampling, speculative
 from glm5_jax.infer.cache import init_pool, pages_for
-from glm5_jax.infer.programs import EngineConfig, bucket, by_layer, programs
+from glm5_jax.infer.programs import EngineConfig, bucket, by_layer, make_mesh, programs
 from glm5_jax.infer.request import (
   EngineFullError,
   Event,
@@ -68,14 +70,33 @@ class Engine:
     engine_config: EngineConfig = EngineConfig(),
     *,
     version: int = 0,
+    keep: bool = False,
   ):
+    """Compiles nothing yet.
+
+    Args:
+      params: as `init_params` makes them or `load_hf` loads them.
+      config, tokenizer: the model's; without a tokenizer there are no texts and no stop strings.
+      engine_config: sizes.
+      version: of the weights.
+      keep: whether the engine may keep `params` themselves, which nobody else then changes; otherwise
+        it keeps a copy.
+
+    Raises:
+      ValueError: for sizes that do not fit together, the model or this machine.
+    """
     self.config = config
     self.sizes = engine_config.resolve(config)
     self._tokenizer = tokenizer
+    self._mesh = make_mesh(self.sizes.tensor)
     leaf = jax.tree.leaves(params)[0]
-    self._device = next(iter(leaf.devices())) if isinstance(leaf, jax.Array) else jax.devices()[0]
+    self._device: Any = jax.devices()[0]
+    if self._mesh is not None:
+      self._device = NamedSharding(self._mesh, P())
+    elif isinstance(leaf, jax.Array):
+      self._device = next(iter(leaf.devices()))
     self._kinds = _kinds(params)
-    self._params, self.checksum = self._receive(params)
+    self._params, self.checksum = self._receive(params, keep)
     self.version = version
     self._update: tuple[Any, int, str] | None = None  # Waits for the running ones to finish.
     self._refusal: str | None = None
@@ -84,7 +105,9 @@ class Engine:
       self.config, self.sizes.pages, self.sizes.page_size, int(drafts > 0), self.sizes.kernels
     )
     self._latent, self._index_k = jax.device_put((pool.latent, pool.index_k), self._device)
-    self._programs = programs(self.config, drafts, self.sizes.compiler_options, self.sizes.kernels)
+    self._programs = programs(
+      self.config, drafts, self.sizes.compiler_options, self.sizes.kernels, self._mesh
+    )
     self._scheduler = Scheduler(
       self.sizes.pages, self.sizes.page_size, self.sizes.max_sequences, self.sizes.prefix_cache
     )
@@ -254,10 +277,14 @@ class Engine:
 
   # --- Weights ---
 
-  def _receive(self, params: Any) -> tuple[Any, str]:
-    """A copy in the programs' form, and its checksum."""
-    own = jax.device_put(jax.tree.map(jnp.copy, params), self._device)
-    return by_layer(own, self.config), weights_checksum(own)
+  def _receive(self, params: Any, keep: bool = False) -> tuple[Any, str]:
+    """A copy in the programs' form, or if possible no copy to `keep`, and its checksum."""
+    where = self._device
+    if self._mesh is not None:
+      where = sharding.param_shardings(params, self._mesh)
+    own = jax.device_put(params, where, may_alias=keep)
+    checksum = weights_checksum(own)
+    return own if self._mesh else by_layer(own, self.config), checksum
 
   def _check_tree(self, params: Any) -> None:
     have, got = self._kinds, _kinds(params)

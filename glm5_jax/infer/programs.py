@@ -11,14 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from glm5_jax import sharding
 from glm5_jax.config import ModelConfig
 from glm5_jax.infer import cache, sampling, speculative
 from glm5_jax.infer.cache import pages_for
 from glm5_jax.infer.request import MAX_TOP_LOGPROBS
 from glm5_jax.kernels import Implementation, attention, check_paged, paged_cache
 from glm5_jax.modules.block import Options
-from glm5_jax.modules.model import forward, unembed
+from glm5_jax.modules.model import abstract_params, forward, unembed
+from glm5_jax.ops import collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class EngineConfig:
       largest that can occur.
     kernels: 'reference' is plain jax, 'pallas' the TPU kernels for the decoder's layers; the MTP layer
       is plain jax with both. Kernels want an index_head_dim that 128 divides, or copy the pool's keys.
+    tensor: devices that divide the model's heads, widths and vocabulary; each has the whole pool.
     compiler_options: of jax.jit, as pairs.
   """
 
@@ -54,6 +59,7 @@ class EngineConfig:
   batch_buckets: tuple[int, ...] = ()
   page_buckets: tuple[int, ...] = ()
   kernels: Implementation = 'reference'
+  tensor: int = 1
   compiler_options: tuple[tuple[str, Any], ...] = ()
 
   def resolve(self, model: ModelConfig) -> 'EngineConfig':
@@ -64,7 +70,7 @@ class EngineConfig:
     """
     if model.attention != 'mla':
       raise ValueError('the engine pages the latent cache of MLA; run GQA models with `generate`')
-    if min(self.page_size, self.max_sequences, self.max_waiting) < 1 or self.pages < 2:
+    if min(self.page_size, self.max_sequences, self.max_waiting, self.tensor) < 1 or self.pages < 2:
       raise ValueError(f'sizes must be positive, and pages at least 2: {self}')
     check_paged(self.kernels, model, self.page_size)
     if not 0 <= self.draft_steps <= speculative.MAX_DRAFT_STEPS:
@@ -110,6 +116,17 @@ def _fourths(largest: int, least: int) -> tuple[int, ...]:
   while sizes[0] > least:
     sizes.insert(0, -(-sizes[0] // 4))
   return tuple(sizes)
+
+
+def make_mesh(tensor: int) -> Mesh | None:
+  """The mesh of an engine on so many of this process's devices; None for one.
+
+  Raises:
+    ValueError: there are fewer.
+  """
+  if tensor == 1:
+    return None
+  return sharding.make_mesh({'tensor': tensor}, jax.local_devices()[:tensor])
 
 
 def bucket(size: int, sizes: tuple[int, ...]) -> int:
@@ -206,21 +223,25 @@ def programs(
   draft_steps: int,
   compiler_options: tuple[tuple[str, Any], ...],
   kernels: Implementation = 'reference',
+  mesh: Mesh | None = None,
 ) -> Programs:
   """One set for all engines of a model, so that a second engine compiles nothing.
 
-  The functions are wrapped, so that another set has compiled programs of its own.
+  On a mesh, each device has its shards of the parameters and all of everything else.
   """
   config = without_gradients(config)
-  jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
-  pool = ('latent', 'index_k')
+  params = sharding.param_specs(abstract_params(config), mesh)
+
+  # The functions are wrapped, so that another set has compiled programs of its own.
+  def jit(f, *specs, donate=(), **settings):
+    f = collectives.on_mesh(functools.partial(f, **settings), mesh, specs or P(), P())
+    return jax.jit(f, compiler_options=dict(compiler_options) or None, donate_argnums=donate)
+
+  model = {'config': config, 'kernels': kernels}
   return Programs(
-    forward=jit(functools.partial(_forward, config=config, kernels=kernels), donate_argnames=pool),
-    speculate=jit(
-      functools.partial(_speculate, config=config, steps=draft_steps, kernels=kernels),
-      donate_argnames=pool,
-    ),
-    sample=jit(functools.partial(sampling.sample)),
-    top_logprobs=jit(functools.partial(sampling.top_logprobs, count=MAX_TOP_LOGPROBS)),
-    copy_page=jit(functools.partial(cache.copy_page), donate_argnames=pool),
+    forward=jit(_forward, params, *[P()] * 7, donate=(1, 2), **model),
+    speculate=jit(_speculate, params, *[P()] * 9, donate=(1, 2), steps=draft_steps, **model),
+    sample=jit(sampling.sample),
+    top_logprobs=jit(sampling.top_logprobs, count=MAX_TOP_LOGPROBS),
+    copy_page=jit(cache.copy_page, donate=(0, 1)),
   )

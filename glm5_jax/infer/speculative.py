@@ -21,7 +21,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.infer import sampling
 from glm5_jax.modules.attention import Context
 from glm5_jax.modules.block import Block, Options
-from glm5_jax.modules.model import forward, unembed
+from glm5_jax.modules.model import embed_tokens, forward, unembed
 from glm5_jax.ops import norm, rope
 from glm5_jax.ops.pages import PagedCache
 from glm5_jax.shapes import Keys
@@ -62,7 +62,7 @@ def mtp_layer(
     The states, and the cache with the tokens' rows.
   """
   p = jax.tree.map(lambda a: a[0], params['mtp'])
-  embedded = jnp.take(params['embed'], tokens, axis=0).astype(hidden.dtype)
+  embedded = embed_tokens(params['embed'], tokens).astype(hidden.dtype)
   e = norm.rms_norm(embedded, p['embed_norm'], config.rms_norm_eps)
   h = norm.rms_norm(hidden, p['hidden_norm'], config.rms_norm_eps)
   z = jnp.einsum('BTC,CD->BTD', jnp.concatenate([e, h], axis=-1), p['w_proj'].astype(e.dtype))

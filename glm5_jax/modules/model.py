@@ -126,7 +126,7 @@ class GLM5(nn.Module):
     normal = nn.initializers.normal(c.initializer_range)
     embed = weight(self, 'embed', normal, (c.vocab_size, c.hidden_size), c.param_dtype)
     with jax.named_scope('embed'):
-      embedded = _embed(embed, tokens).astype(c.dtype)
+      embedded = embed_tokens(embed, tokens).astype(c.dtype)
     x, aux = embedded, {}
     new_cache: Any = {}
     # Row k of the selection is only read by shared layers, which always follow a full one.
@@ -162,7 +162,7 @@ class GLM5(nn.Module):
     return Output(hidden, mtp_hidden, aux, None if cache is None else new_cache)
 
 
-def _embed(embed: jax.Array, tokens: jax.Array) -> jax.Array:
+def embed_tokens(embed: jax.Array, tokens: jax.Array) -> jax.Array:
   """Rows of the embedding, of which a device may have a part."""
   if not collectives.present('tensor'):
     return jnp.take(embed, tokens, axis=0)
@@ -229,7 +229,8 @@ def param_count(config: ModelConfig, *, include_mtp: bool = False, biases: bool 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
   """[..., V] float32 logits of hidden states; for losses prefer the chunked ones of losses/."""
   head = params['lm_head'].astype(hidden.dtype)
-  return jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
+  logits = jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
+  return collectives.all_parts(logits, 'tensor')
 
 
 def forward(

@@ -212,6 +212,13 @@ def shift_sequence(x: jax.Array, by: int) -> jax.Array:
   return jnp.concatenate([first[:, by:], after_first, second[:, by:], after_second], axis=1)
 
 
+def all_parts(x: jax.Array, axis_name: str) -> jax.Array:
+  """The last axis of `x` whole, of which every device along `axis_name` has a part."""
+  if not present(axis_name):
+    return x
+  return jax.lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
+
+
 def own_part(x: jax.Array, axis_name: str) -> jax.Array:
   """This device's part of axis 1 of `x`, which all devices along `axis_name` have."""
   if not present(axis_name):

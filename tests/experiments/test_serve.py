@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -96,6 +97,9 @@ def test_sizes_that_do_not_fit(capsys, hf):
   assert 'max_length=999 must be within 2..64' in error(
     capsys, f'--checkpoint={hf}', '--port=0', '--max_length=999'
   )
+  assert 'is for 1024 devices; there are' in error(
+    capsys, f'--checkpoint={hf}', '--port=0', '--tensor=1024'
+  )
 
 
 def test_folders_that_look_alike(capsys, tmp_path, hf):
@@ -133,14 +137,17 @@ def test_loads_both_kinds(hf, run_folder):
   jax.tree.map(np.testing.assert_array_equal, params, want)
 
 
-def test_the_program(run_folder):
-  """As typed: it serves, and ends with status 0."""
+@pytest.mark.parametrize('kind, devices', [('run_folder', 1), ('run_folder', 2), ('hf', 2)])
+def test_the_program(kind, devices, request):
+  """As typed: it serves, on one device or two, and ends with status 0."""
   command = [
-    sys.executable, '-m', 'experiments.serve', f'--checkpoint={run_folder}', '--port=0',
-    '--max_length=32', '--max_sequences=1', '--pages=3', '--name=fox',
+    sys.executable, '-m', 'experiments.serve', f'--checkpoint={request.getfixturevalue(kind)}',
+    '--port=0', '--max_length=32', '--max_sequences=1', '--pages=3', '--name=fox',
+    f'--tensor={devices}',
   ]  # fmt: skip
   process = subprocess.Popen(
-    command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    env=os.environ | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'},
   )  # fmt: skip
   with contextlib.ExitStack() as stack:
     stack.callback(process.kill)
