@@ -8,7 +8,8 @@ where it runs:
 
   local     here: --processes of --devices simulated CPU devices each, or one process with what this
             machine has. Process 0's output is shown, every process's kept in DIR/.logs. Signals are
-            passed on to all. If a process fails, the others are ended; exit status as its.
+            passed on to all. If a process fails, the others are ended; exit status as its. On Linux
+            they save and end as well if the launcher is killed.
   xmanager  as an XManager experiment (the package is needed), on --topology or here
   xpk       prints the command for a GKE cluster of TPUs: --topology --cluster --image [--zone --project]
   gcloud    prints the command for TPU VMs that exist: --tpu [--zone --project]
@@ -18,6 +19,7 @@ the environment. What a person can get wrong ends in one line and exit status 2.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -239,10 +241,17 @@ def local(job: Job, values: flags.FlagValues) -> int:
         env=os.environ | local_env(job, i, port), stdin=subprocess.DEVNULL,
         stdout=logs[i], stderr=subprocess.STDOUT,
         start_new_session=True,  # Otherwise a Ctrl-C would reach it twice.
+        preexec_fn=_end_with_launcher,
       )  # fmt: skip
       processes.append(process)
       print(f'launch: process {i} has pid {process.pid}, log {_log(job, i)}', flush=True)
     return _watch(job, processes, shown)
+
+
+def _end_with_launcher() -> None:
+  """Has this process sent SIGTERM when its parent is killed, which can pass nothing on then (Linux)."""
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; stays over exec.
 
 
 def _free_port() -> int:

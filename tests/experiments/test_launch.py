@@ -214,6 +214,41 @@ def test_processes_and_their_logs(word, status, tmp_path, capfd, monkeypatch):
     assert (tmp_path / 'run' / '.logs' / f'process_{i}.log').read_text().count(f'I am {i}') == 2
 
 
+LAUNCHER = """
+import sys, types
+from experiments import launch
+workdir, = sys.argv[1:]
+job = launch.Job(
+  name='job', executable=launch.Executable('program'), args=('wait',),
+  topology=launch.Topology(processes=2, devices=1), env={'PYTHONPATH': workdir}, workdir=workdir,
+)
+launch.local(job, types.SimpleNamespace(dry_run=False))
+"""
+
+
+def test_a_killed_launcher_takes_its_processes_along(tmp_path):
+  (tmp_path / 'program.py').write_text('import time\ntime.sleep(3600)')
+  output = tmp_path / 'output'
+  with output.open('w') as file:
+    process = subprocess.Popen([sys.executable, '-c', LAUNCHER, tmp_path], cwd=ROOT, stdout=file)
+  _wait(lambda: _pid(output, 1), process, output)
+  pids = [_pid(output, i) for i in range(2)]
+  process.kill()
+  process.wait()
+  end = time.monotonic() + 60
+  while any(_runs(pid) for pid in pids):
+    assert time.monotonic() < end, pids
+    time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+  """Whether Linux has such a process, and not only what waits for its parent to read its status."""
+  try:
+    return 'State:\tZ' not in pathlib.Path(f'/proc/{pid}/status').read_text()
+  except FileNotFoundError:
+    return False
+
+
 @pytest.mark.parametrize(
   'states, number',
   [([None, 3], 1), ([0, 1, 2], 1), ([1, -9], 1), ([1, -9, -9, None], 1), ([-6, None, -9], 2)],
