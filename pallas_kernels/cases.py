@@ -203,6 +203,13 @@ OPS: tuple[Op, ...] = (
     lambda shape, chip: Work(*sparse_mla_cases.work(shape, chip.name)),
   ),
   Op(
+    'sparse_mla_lists',
+    sparse_mla_cases.LISTS,
+    lambda shape, chip: sparse_mla_cases.build_lists(shape, chip.name),
+    lambda shape, chip: Work(*sparse_mla_cases.work_lists(shape, chip.name)),
+    lambda shape, chip: sparse_mla_cases.loops_lists(shape),
+  ),
+  Op(
     'indexer_topk_paged',
     tuple(shapes.select(shapes.Decode)),
     _paged_indexer_build,

@@ -25,6 +25,7 @@ SHOWN = (
   'sparse_mla/train-4k-backward', 'sparse_mla/train-200k-backward',
   'indexer_kl/dense-200k', 'indexer_kl/sparse-200k',
   'indexer_kl/dense-200k-backward', 'indexer_kl/sparse-200k-backward',
+  'sparse_mla_lists/blocks-of-8', 'sparse_mla_lists/blocks-of-16',
   'indexer_topk_paged/decode-128k', 'sparse_mla_paged/decode-4k', 'sparse_mla_paged/decode-128k',
 )  # fmt: skip
 TOKENS = 202_752
@@ -137,11 +138,19 @@ def aims(rows: Rows) -> str:
   return _markdown(lines)
 
 
+def _block(chip: str, op: str, shape: str) -> int:
+  """Queries of a block of a gathered op."""
+  direction = 'backward' if shape.endswith('backward') else 'forward'
+  return best_blocks(chip, op, 'gather', direction)[0]
+
+
 def layer_seconds(rows: Rows, chip: str, coincide: bool) -> dict[str, float]:
   """Seconds of a chip by stage; causal, so that the indexer scores half of all pairs.
 
+  A gathered op has its lists made within it, for blocks of its own.
+
   Args:
-    rows: with 'train-200k' and 'sparse-200k' of `chip`, forward and backward.
+    rows: with 'train-200k' and 'sparse-200k' of `chip`, forward and backward, and the lists.
     chip: a key of `CHIPS`.
     coincide: whether queries of a block select the same keys, or share what `tuning` assumes.
 
@@ -150,13 +159,12 @@ def layer_seconds(rows: Rows, chip: str, coincide: bool) -> dict[str, float]:
   """
 
   def seconds(op: str, shape: str) -> float:
-    row = rows[op, shape, chip]
-    grown = 1.0
-    if op != 'indexer_topk' and not coincide:
-      direction = 'backward' if shape.endswith('backward') else 'forward'
-      blocks = best_blocks(chip, op, 'gather', direction)
-      grown = block_rows(blocks[0]) / block_rows(1)
-    return row['microseconds'] * 1e-6 * TOKENS * grown
+    query = rows[op, shape, chip]['microseconds']
+    if op != 'indexer_topk':
+      queries = _block(chip, op, shape)
+      query *= 1.0 if coincide else block_rows(queries) / block_rows(1)
+      query += rows['sparse_mla_lists', f'blocks-of-{queries}', chip]['microseconds']
+    return query * 1e-6 * TOKENS
 
   stages = {}
   for op, shape in _LAYER:
@@ -169,7 +177,9 @@ def layer(rows: Rows) -> str:
   """One line a chip and assumption, of the chips with all rows; none if there are none."""
   lines: list[list[str]] = []
   for chip in CHIPS:
-    if any((*case, chip) not in rows for case in _LAYER):
+    gathered = [case for case in _LAYER if case[0] != 'indexer_topk']
+    lists = [('sparse_mla_lists', f'blocks-of-{_block(chip, *case)}') for case in gathered]
+    if any((*case, chip) not in rows for case in (*_LAYER, *lists)):
       continue
     for coincide in (True, False):
       stages = layer_seconds(rows, chip, coincide)

@@ -17,12 +17,14 @@ VISIBLE = {'sparse_mla': 4096, 'sparse_mla_paged': 2048, 'indexer_kl': 8192}
 DEFAULT_CHIP = 'v6e'
 
 
-def block_rows(queries: int) -> float:
+def block_rows(queries: int, new_rows: float = NEW_ROWS) -> float:
   """Rows that a block of so many queries is assumed to read together."""
-  return SELECTED * (1 + (queries - 1) * NEW_ROWS)
+  return SELECTED * (1 + (queries - 1) * new_rows)
 
 
-def cost(op: str, regime: str, blocks: tuple[int, ...], cycles: int) -> float:
+def cost(
+  op: str, regime: str, blocks: tuple[int, ...], cycles: int, new_rows: float = NEW_ROWS
+) -> float:
   """Cycles of a query under the assumptions above, with half a chunk for the last one's rest.
 
   Args:
@@ -30,9 +32,10 @@ def cost(op: str, regime: str, blocks: tuple[int, ...], cycles: int) -> float:
     regime: 'gather' or 'dense'.
     blocks: sizes as in `tuning_table.CYCLES`.
     cycles: of one chunk of keys for a block of queries.
+    new_rows: of a further query, if another share than is assumed.
   """
   queries, _, keys = blocks[:3]
-  rows = block_rows(queries) if regime == 'gather' else VISIBLE[op]
+  rows = block_rows(queries, new_rows) if regime == 'gather' else VISIBLE[op]
   # One query's list is a whole number of chunks.
   rest = 0 if regime == 'gather' and queries == 1 else keys / 2
   return cycles / (keys * queries) * (rows + rest)

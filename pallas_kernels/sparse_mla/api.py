@@ -10,7 +10,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.residuals import ATTENTION
-from pallas_kernels.sparse_mla import kernel_backward, kernel_forward, layout, reference
+from pallas_kernels.sparse_mla import (
+  kernel_backward,
+  kernel_forward,
+  kernel_lists,
+  layout,
+  reference,
+)
 from pallas_kernels.sparse_mla.stream import LOG2_E, Blocks
 from pallas_kernels.tuning import best_blocks
 
@@ -131,9 +137,12 @@ def _selection(indices: jax.Array, size: int, c: Config, b: Blocks) -> dict[str,
   sequence = jnp.arange(batch, dtype=jnp.int32)
   if c.regime == 'gather':
     rows = jnp.where(indices >= 0, indices + sequence[:, None, None] * size, -1)
-    lists, masks, counts = layout.row_lists(
-      rows.reshape(-1, indices.shape[2]), b.queries, b.keys, batch * size
-    )
+    rows = rows.reshape(-1, indices.shape[2])
+    if c.interpret or not kernel_lists.fits(b.queries, indices.shape[2]):
+      lists, masks, counts = layout.row_lists(rows, b.queries, b.keys, batch * size)
+    else:
+      unions = kernel_lists.unions(rows, b.queries)
+      lists, masks, counts = layout.fill_up(*unions, b.keys, batch * size)
     lists = lists.reshape(lists.shape[0], -1, 1, b.keys)
     starts = base = jnp.zeros_like(counts)
   else:

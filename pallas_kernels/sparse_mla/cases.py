@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.shapes import Decode
-from pallas_kernels.sparse_mla import api, kernel_backward, kernel_forward, layout, paged
+from pallas_kernels.sparse_mla import (
+  api,
+  kernel_backward,
+  kernel_forward,
+  kernel_lists,
+  layout,
+  paged,
+)
 
 
 class SparseMla(NamedTuple):
@@ -48,8 +55,7 @@ def _config(shape: SparseMla, chip: str, tuning: api.Tuning | None) -> api.Confi
 def build(shape: SparseMla, chip: str, tuning: api.Tuning | None = None):
   """(function, abstract arguments) of the kernel for 'v5p', 'v6e' or 'tpu7x'.
 
-  The kernel alone: the sorts that make the lists of gathered rows take the compiler minutes, and
-  are not in the schedule. `tuning` are block sizes in place of the chip's.
+  The kernel alone, its lists given: `sparse_mla_lists` is a case of its own. `tuning` are block sizes in place of the chip's.
   """
   s = shape
   c = _config(shape, chip, tuning)
@@ -109,10 +115,48 @@ def work(shape: SparseMla, chip: str) -> tuple[float, float, float, float]:
   )
 
 
+class Lists(NamedTuple):
+  """Selections of T queries, M in a block, that become the lists of the gathered kernels."""
+
+  name: str
+  regime: str
+  queries: int  # M
+  time: int = 16_384  # T
+  topk: int = 2048  # K
+
+
+LISTS = tuple(Lists(f'blocks-of-{m}', 'train', m) for m in (2, 4, 8, 16))
+
+
+def build_lists(shape: Lists, chip: str):
+  """(function, abstract arguments) of the kernel that makes the unions."""
+  del chip
+  lists, run = kernel_lists.sizes(shape.queries, shape.topk)
+  blocks = layout.round_up(shape.time // shape.queries, kernel_lists.LANES)
+  entries = (lists * run // kernel_lists.SUBLANES, kernel_lists.SUBLANES, blocks)
+  merge = functools.partial(kernel_lists.merge, lists=lists, run=run)
+  return merge, (jax.ShapeDtypeStruct(entries, jnp.int32),)
+
+
+def work_lists(shape: Lists, chip: str) -> tuple[float, float, float, float]:
+  """As `work`, of one step of the grid, 128 blocks; rows are read once, those of one query written."""
+  del chip
+  queries = kernel_lists.LANES * shape.queries
+  entries = 4.0 * shape.topk * queries
+  return queries, 0.0, entries + 8.0 * shape.topk * kernel_lists.LANES, 3 * entries
+
+
+def loops_lists(shape: Lists) -> tuple[tuple[str | None, float], ...]:
+  """See `Op.loops`."""
+  lists, run = kernel_lists.sizes(shape.queries, shape.topk)
+  n = lists * run // kernel_lists.SUBLANES
+  return (('ends', 1), *kernel_lists.loops(n, run))
+
+
 def build_decode(shape: Decode, chip: str, chunk: int | None = None):
   """(function, abstract arguments) of `sparse_mla_paged` on packed pages, lists of rows given.
 
-  The sorts that make the lists are left out: at K = 2,048 the compiler spends minutes on them.
+  The sorts that make the lists of several queries are left out: the compiler spends minutes on them.
   `chunk` are keys of a chunk in place of the chip's.
   """
   s = shape

@@ -94,8 +94,10 @@ def row_lists(
   entries = indices.reshape(blocks, -1)
   query = lax.broadcasted_iota(jnp.int32, entries.shape, 1) // indices.shape[1]
   big = jnp.iinfo(jnp.int32).max
-  # One int32 holds row and query, so that one single-operand sort does.
-  key = lax.sort(jnp.where(entries >= 0, entries * queries + query, big), dimension=1)
+  # One int32 holds row and query, so that one single-operand sort does; equal ones are all `big`.
+  key = lax.sort(
+    jnp.where(entries >= 0, entries * queries + query, big), dimension=1, is_stable=False
+  )
   row = jnp.where(key == big, big, key // queries)
   bit = jnp.where(key == big, 0, 1 << (key % queries))
   mask = bit
@@ -105,14 +107,20 @@ def row_lists(
   first = jnp.concatenate([row[:, :1] != big, row[:, 1:] != row[:, :-1]], axis=1) & (row != big)
   # The second sort moves the repeats behind the list.
   rank = jnp.where(first, row, big)
-  rank, mask = lax.sort((rank, mask), dimension=1, num_keys=1)
-  size = round_up(min(row.shape[1], total_rows), chunk)
-  rank = pad_to(rank, 1, size, big)[:, :size]
-  mask = pad_to(mask, 1, size)[:, :size]
-  valid = rank != big
-  counts = jnp.maximum(1, -(-jnp.sum(valid, axis=1, dtype=jnp.int32) // chunk))
-  filler = total_rows + jnp.arange(size, dtype=jnp.int32) % chunk
-  return jnp.where(valid, rank, filler), jnp.where(valid, mask, 0), counts
+  rank, mask = lax.sort((rank, mask), dimension=1, num_keys=1, is_stable=False)
+  return fill_up(rank, mask, jnp.sum(rank != big, axis=1, dtype=jnp.int32), chunk, total_rows)
+
+
+def fill_up(
+  rows: jax.Array, masks: jax.Array, sizes: jax.Array, chunk: int, total_rows: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """What `row_lists` returns, of unions [G, N] of which the first `sizes` [G] entries count."""
+  length = round_up(min(rows.shape[1], total_rows), chunk)
+  slot = jnp.arange(length, dtype=jnp.int32)
+  valid = slot < sizes[:, None]
+  rows, masks = (pad_to(a[:, :length], 1, length) for a in (rows, masks))
+  counts = jnp.maximum(1, -(-sizes // chunk))
+  return jnp.where(valid, rows, total_rows + slot % chunk), jnp.where(valid, masks, 0), counts
 
 
 def dense_masks(
