@@ -160,13 +160,15 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
             label='by chance')  # fmt: skip
   left.set(xscale='log', xlabel='queries of a block', ylabel='union / one selection')
   left.set_xticks(QUERIES, [str(m) for m in QUERIES])
+  left.minorticks_off()
   left.legend(frameon=False)
   half = result['seq_len'] / 2
   seen = (half + half * (np.arange(8) + 0.5) / 8) / result['index_topk']
   for m in QUERIES:
     right.plot(seen, result['by_position'][m], marker='o', label=f'{m} queries')
-  right.set(xlabel='keys seen / keys selected', ylabel='union / one selection', ylim=(1, None))
-  right.legend(frameon=False)
+  top = 1.25 * max(result['by_position'][QUERIES[-1]])
+  right.set(xlabel='keys seen / keys selected', ylabel='union / one selection', ylim=(1, top))
+  right.legend(frameon=False, ncols=2)
   for axis in (left, right):
     axis.grid(alpha=0.25)
   figure.savefig(path, dpi=120)

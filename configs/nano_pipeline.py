@@ -3,13 +3,13 @@
   python -m experiments.run --config=configs/nano_pipeline.py --workdir=/tmp/pipeline
 
 Four stages, each from the checkpoint of the one before; the same command continues what was stopped.
-23 minutes on 2 CPU cores. In bits per byte with dense and with sparse attention, and the recall of the
+16 minutes on 2 CPU cores that other work shared. In bits per byte with dense and with sparse attention, and the recall of the
 indexers:
 
-  pretrain     1.640   1.761   58.7 %     rows of 256 tokens
-  midtrain     1.619   1.915   23.5 %     rows of 1,024, as the stages below
-  dsa_warmup   1.619   1.653   60.5 %
-  dsa_sparse   1.613   1.614   59.5 %
+  pretrain     1.631   1.738   58.8 %     rows of 256 tokens
+  midtrain     1.611   1.915   23.2 %     rows of 1,024, as the stages below
+  dsa_warmup   1.611   1.645   65.0 %
+  dsa_sparse   1.601   1.603   64.5 %
 
 A single stage, which then needs the run to start from:
 
