@@ -230,7 +230,7 @@ def programs(
   On a mesh, each device has its shards of the parameters and all of everything else.
   """
   config = without_gradients(config)
-  params = sharding.param_specs(abstract_params(config), mesh)
+  params = sharding.param_specs(abstract_params(config), mesh) if mesh else P()
 
   # The functions are wrapped, so that another set has compiled programs of its own.
   def jit(f, *specs, donate=(), **settings):

@@ -8,8 +8,8 @@ lanes, everything stays in VMEM, and nothing but minima, maxima, selects and shi
 2. From the last entry to the first: an entry whose row is the next one's takes over its queries, so that the first
    of a row's entries knows all of them.
 3. From the first to the last: how many repeats come before each entry is how far it has to move down.
-4. It moves by the powers of two of that number, the smallest first; no two entries ever meet, since those between
-   them that go away are at least as many as their distances differ by.
+4. It moves by the powers of two of that number, the smallest first. No two entries ever meet: their distances differ
+   by the repeats between them, which are fewer than the places that they are apart.
 
 Entry i = s n + v of a block of N = 8 n entries lies in register v on sublane s, so that distances below n are those
 of registers, and those above of sublanes.
