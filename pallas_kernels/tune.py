@@ -26,7 +26,9 @@ CANDIDATES: dict[tuple[str, str, str], tuple[Blocks, ...]] = {
   ('sparse_mla', 'gather', 'forward'): (
     (4, 1, 512), (4, 2, 512), (4, 2, 1024), (8, 4, 512), (8, 4, 1024),
   ),
-  ('sparse_mla', 'gather', 'backward'): ((4, 2, 512), (8, 2, 512), (8, 4, 512), (16, 4, 512)),
+  ('sparse_mla', 'gather', 'backward'): (
+    (4, 2, 512), (8, 2, 512), (8, 4, 512), (16, 4, 512), (8, 2, 512, 1), (16, 4, 512, 1),
+  ),
   ('sparse_mla', 'dense', 'forward'): ((16, 2, 1024), (16, 4, 512), (16, 4, 1024)),
   ('sparse_mla', 'dense', 'backward'): ((8, 4, 512), (16, 4, 256), (16, 4, 512)),
   # Contexts and the unions of drafts are rounded up to chunks, so that longer ones are not tried.

@@ -1,7 +1,8 @@
 """Block sizes of the ops' kernels by chip, chosen from measured cycles (`tuning_table.py`).
 
 Blocks are (queries of a block, queries of one matmul, keys of a chunk), and for `indexer_kl` the
-keys of one matmul behind them.
+keys of one matmul behind them, for `sparse_mla` gathered backward a 1 where the sum of gradient
+rows runs beside matmuls.
 """
 
 import functools

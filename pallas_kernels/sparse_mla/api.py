@@ -34,6 +34,7 @@ class Tuning:
   queries: int = 8
   together: int = 4
   keys: int = 512
+  sum_beside: int = 0  # 1: gradient rows are summed beside matmuls, see kernel_backward.py.
 
   def __post_init__(self):
     if self.queries > layout.MAX_QUERIES_PER_BLOCK or self.queries % self.together:
@@ -91,6 +92,7 @@ def _blocks(c: Config, tuning: Tuning, heads: int, width: int, dtype) -> Blocks:
     scale=c.scale,
     dtype=jnp.dtype(dtype),
     interpret=bool(c.interpret),
+    sum_beside=bool(tuning.sum_beside),
   )
 
 
@@ -339,7 +341,7 @@ def sparse_mla(
     between K and min(M K, S) for blocks of M queries, and so never above the visible keys.
 
   By the compiler's schedules masked-dense wins while the visible keys n are below 1.15 U / 1.57 U
-  / 1.70 U forward and 1.07 U / 1.11 U / 1.07 U backward (v5p / v6e / tpu7x). A causal sequence has
+  / 1.70 U forward and 1.04 U / 1.08 U / 1.07 U backward (v5p / v6e / tpu7x). A causal sequence has
   n = S / 2 on average: S up to 4K-7K if the selections of a block coincide, 9K-14K if U = 2 K. None
   chooses masked-dense up to S = DENSE_KEYS = 8,192, where the gradients of all keys fit in VMEM.
   docs/kernels_sparse_mla.md has the roofline and the measurements.

@@ -9,11 +9,16 @@ only the product for dq needs a transpose:
 A row's gradient is a float32 sum over query blocks in their order, so repeated runs agree to the
 bit: in VMEM for the dense regime, by read-add-write of the row in HBM for the gathered one. There
 chunk i's rows are read only when chunk i - 1's are written, because two blocks may have selected
-the same row. So that both are issued beside matmuls, a chunk writes the rows of the one before it
-in its first half and reads its own in its second:
+the same row. So that both are issued beside matmuls, a chunk adds and writes the rows of the one
+before it in its first half and reads its own in its second:
 
-  first half: rows i - 1 -> HBM, most of the latents i + 2 -> VMEM;  wait;
-  second half: rows i -> VMEM, the rest of the latents;  wait, add.
+  wait for the rows i - 1, add;
+  first half: rows i - 1 -> HBM, most of the latents i + 2 -> VMEM;  wait for the writes;
+  second half: rows i -> VMEM, the rest of the latents.
+
+Each wait lets the matrix units run empty, hence one between chunks and one in the middle.
+`Blocks.sum_beside` puts the sum beside the first matmuls, before which it runs otherwise. Writes
+then start a quarter of a chunk later, so matmuls must take far longer than the copies.
 """
 
 import functools
@@ -75,7 +80,6 @@ class _Rows:
     # Every core sums into an array of its own.
     size = _rows_per_core(refs['sums'], b)
     self.sums = refs['sums'].at[pl.ds(core * size, size)]
-    self.filler = size - b.keys
 
   def ids(self, use, position):
     """The copy of a chunk's row ids for `_READ` or `_WRITE`."""
@@ -85,53 +89,61 @@ class _Rows:
   def _row(self, use, i):
     return self.sums.at[self.r['row_ids'][use, 0, i]]
 
-  def read(self, tick, begin, end):
-    """Starts reading rows [begin, end) of this chunk."""
+  def _read_row(self, i):
     old, sem = self.r['old'], self.r['read_sem']
+    pltpu.make_async_copy(self._row(_READ, i), old.at[i], sem).start()
+
+  def read(self, begin, end):
+    """Starts reading rows [begin, end) of this chunk."""
+    each_row(self.b, begin, end, self._read_row)
+
+  def wait_read(self, position):
+    """Waits for the rows that the chunk before this one read, and for its row ids."""
+    self.ids(_WRITE, position).wait()
+    pltpu.make_async_copy(self.r['old'], self.r['old'], self.r['read_sem']).wait()
+
+  def add(self):
+    """Adds the gradients of the chunk before this one to its rows."""
+    for tile in range(self.b.features // layout.LANES):
+      view, index = row_tile(self.b, self.r['old'], 0, tile)
+      view[index] += self.r['gradient'][:, tile * layout.LANES : (tile + 1) * layout.LANES]
+
+  def _write_row(self, first, i):
+    old, sem = self.r['old'], self.r['write_sem']
+    pltpu.make_async_copy(old.at[first + i], self._row(_WRITE, i), sem).start()
+
+  def write(self, tick, begin, end):
+    """Starts writing rows [begin, end) of the chunk before this one."""
     # 0, but the compiler does not know: addresses that it knows it would compute once for reads
     # and writes and keep, for which there are too few scalar registers.
     first = tick & RING
-    each_row(
-      self.b,
-      begin,
-      end,
-      lambda i: pltpu.make_async_copy(self._row(_READ, i), old.at[first + i], sem).start(),
-    )
-
-  def add(self):
-    """Waits for the rows that were read and adds the gradients to them."""
-    old = self.r['old']
-    pltpu.make_async_copy(old, old, self.r['read_sem']).wait()
-    for tile in range(self.b.features // layout.LANES):
-      view, index = row_tile(self.b, old, 0, tile)
-      view[index] += self.r['gradient'][:, tile * layout.LANES : (tile + 1) * layout.LANES]
-
-  def _write_row(self, i):
-    old, sem = self.r['old'], self.r['write_sem']
-    pltpu.make_async_copy(old.at[i], self._row(_WRITE, i), sem).start()
-
-  def write(self, begin, end):
-    """Starts writing rows [begin, end) of the chunk before this one."""
-    each_row(self.b, begin, end, self._write_row)
+    each_row(self.b, begin, end, functools.partial(self._write_row, first))
 
   def wait_write(self):
+    """Waits for the rows that were written; only then may this chunk's be read."""
     pltpu.make_async_copy(self.r['old'], self.r['old'], self.r['write_sem']).wait()
 
-  def prime(self):
-    """A chunk before the first one: zeros for the filler rows."""
-    self.r['old'][...] = jnp.zeros(self.r['old'].shape, jnp.float32)
+  def prime(self, position):
+    """The chunk before the first one: the same rows, to which it adds zeros."""
+    self.r['gradient'][...] = jnp.zeros(self.r['gradient'].shape, jnp.float32)
+    self.ids(_WRITE, position).start()
+    ids = self.ids(_READ, position)
+    ids.start()
+    ids.wait()
 
-    def name(i, carry):
-      self.r['row_ids'][_WRITE, 0, i] = self.filler + i
+    def read(i, carry):
+      self._read_row(i)
       return carry
 
-    lax.fori_loop(0, self.b.keys, name, 0)
+    lax.fori_loop(0, self.b.keys, read, 0)
 
-  def finish(self):
-    """Writes the rows of the last chunk, beside which there is no other."""
+  def finish(self, position):
+    """Adds and writes the rows of the last chunk, beside which there is no other."""
+    self.wait_read(position)
+    self.add()
 
     def write(i, carry):
-      self._write_row(i)
+      self._write_row(0, i)
       return carry
 
     lax.fori_loop(0, self.b.keys, write, 0)
@@ -148,7 +160,12 @@ def _gathered_chunk(b: Blocks, stream: Stream, rows: _Rows, position, refs):
   groups = b.queries // b.together
   half = max(1, groups // 2)
   early = b.keys * 3 // 4  # Rows fetched in the first half, which also unpacks the keys.
+  rows.wait_read(position)
+  if not b.sum_beside:
+    rows.add()
   tick, words, keys = stream.begin(position)
+  if b.sum_beside:
+    rows.add()
   rows.ids(_READ, position).start()
   refs['words'][...] = jnp.broadcast_to(words, (layout.LANES, b.keys)).T
 
@@ -169,20 +186,18 @@ def _gathered_chunk(b: Blocks, stream: Stream, rows: _Rows, position, refs):
 
   def before(group):
     if group < half:
-      rows.write(group * b.keys // half, (group + 1) * b.keys // half)
+      rows.write(tick, group * b.keys // half, (group + 1) * b.keys // half)
       stream.issue_rows(tick, group * early // half, (group + 1) * early // half)
       return
     if group == half:
       turn()
     part, parts = group - half, groups - half
-    rows.read(tick, part * b.keys // parts, (part + 1) * b.keys // parts)
+    rows.read(part * b.keys // parts, (part + 1) * b.keys // parts)
 
   _groups(b, refs, keys, accumulate, before)
   if half == groups:
     turn()
-    rows.read(tick, 0, b.keys)
-  rows.ids(_WRITE, position).wait()
-  rows.add()
+    rows.read(0, b.keys)
 
 
 def _dense_chunk(b: Blocks, stream: Stream, position, first_row, refs):
@@ -211,7 +226,7 @@ def _kernel(b: Blocks, starts, counts, base, *buffers, names):
   refs['dq_sum'][...] = jnp.zeros(refs['dq_sum'].shape, jnp.float32)
   if b.gather:
     rows = _Rows(b, refs, core, stream)
-    pl.when(step == 0)(rows.prime)
+    pl.when(step == 0)(lambda: rows.prime((block, 0)))
 
     def chunk(c, carry):
       _gathered_chunk(b, stream, rows, (block, c), refs)
@@ -235,7 +250,7 @@ def _kernel(b: Blocks, starts, counts, base, *buffers, names):
   lax.fori_loop(0, counts[block], chunk, 0)
   refs['dq'][...] = refs['dq_sum'][...].astype(refs['dq'].dtype)
   if b.gather:
-    pl.when(step == steps - 1)(rows.finish)
+    pl.when(step == steps - 1)(lambda: rows.finish((block, 0)))
   else:
     pl.when((step == steps - 1) | ~same_as(block + 1))(lambda: pltpu.sync_copy(total, sums()))
 

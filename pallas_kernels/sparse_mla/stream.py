@@ -44,6 +44,7 @@ class Blocks:
   interpret: bool = False
   granule: int = 1  # Rows of one copy, and of one entry of the lists, in the gathered regime.
   tails: bool = False  # Lists may end anywhere: what lies behind their last row is cleared.
+  sum_beside: bool = False  # Gradient rows are summed beside matmuls, not before them.
 
   @property
   def copies(self) -> int:

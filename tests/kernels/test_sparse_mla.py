@@ -119,7 +119,7 @@ def test_bfloat16_causal_on_two_cores_is_deterministic(regime):
   """v5p's two cores sum gradients apart; a prefill chunk sees the keys before it."""
   args = problem(1, 2, 6, 40, 2, 16, 8, 9, jnp.bfloat16, causal=True)
   args = (*args[:3], 16, *args[3:])
-  sizes = {'tuning': Tuning(2, 2, 16), 'backward': Tuning(4, 2, 16)}
+  sizes = {'tuning': Tuning(2, 2, 16), 'backward': Tuning(4, 2, 16, sum_beside=1)}
   got = kernel(*args, regime=regime, chip='v5p', **sizes)
   check(got, oracle(*args), 4e-2)
   for _ in range(19):
@@ -179,22 +179,26 @@ def test_any_selection_matches_oracle(case, pattern, seed, ties):
 
 # Queries of a block and of one matmul: one group, two, and three, of which one writes.
 @pytest.mark.parametrize(
-  ('queries', 'together', 'chip'), [(2, 2, 'v5p'), (2, 1, 'v6e'), (3, 1, 'v6e')]
+  ('queries', 'together', 'chip', 'sum_beside'),
+  [(2, 2, 'v5p', 0), (2, 2, 'v5p', 1), (2, 1, 'v6e', 1), (3, 1, 'v6e', 0)],
 )
-def test_rows_that_neighbouring_blocks_share_are_summed_in_order(queries, together, chip):
+def test_rows_that_neighbouring_blocks_share_are_summed_in_order(
+  queries, together, chip, sum_beside
+):
   """A block's first chunk holds rows of the last chunk of the block before it, which are being
   written: in blocks of one chunk, of several, and without keys."""
   many, few, none = np.arange(24), np.arange(4), np.arange(0)
   blocks = (many, many, few, few, none, few, none, many)
-  sizes = (1, queries * len(blocks), 24, 2, 16, 8, 24)
-  q, latents, _, dout, dlse = problem(9, *sizes, jnp.float32)
-  indices = np.full((1, sizes[1], 24), -1, np.int32)
-  for t in range(sizes[1]):
+  time = queries * len(blocks)
+  q, latents, _, dout, dlse = problem(9, 1, time, 24, 2, 16, 8, 24, jnp.float32)
+  indices = np.full((1, time, 24), -1, np.int32)
+  for t in range(time):
     rows = blocks[t // queries]
     indices[0, t, : len(rows)] = rows
   args = (q, latents, jnp.asarray(indices), 16, dout, dlse)
-  got = kernel(*args, regime='gather', chip=chip, tuning=Tuning(queries, together, 16))
-  again = kernel(*args, regime='gather', chip=chip, tuning=Tuning(queries, together, 16))
+  sizes = {'chip': chip, 'tuning': Tuning(queries, together, 16, sum_beside)}
+  got = kernel(*args, regime='gather', **sizes)
+  again = kernel(*args, regime='gather', **sizes)
   check(got, oracle(*args), 2e-5)
   for a, b in zip(got, again, strict=True):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
