@@ -147,6 +147,22 @@ def selection_arguments(selection: jax.Array | Visible, size: int, c: sparse.Con
   }
 
 
+def backward_keys(latents, index_k, s: Sizes) -> tuple[jax.Array | None, jax.Array]:
+  """`keys` and the first `sums` of the backward kernel."""
+  keys = layout.keys(latents, index_k, s.blocks, layout.FILLER)
+  return None if s.blocks.gather else keys, kernel_backward.zero_sums(keys, s)
+
+
+def backward_selection(selection: jax.Array | Visible, size: int, c: sparse.Config, s: Sizes):
+  """`selection_arguments` as the backward kernel takes them."""
+  found = selection_arguments(selection, size, c, s)
+  if not s.blocks.gather:
+    return found
+  assert not isinstance(selection, Visible)
+  lists, masks, counts = (found[name] for name in ('lists', 'masks', 'counts'))
+  return found | layout.keep_apart(lists, masks, counts, selection.shape[0] * size, c.cores)
+
+
 def _spans(selection: jax.Array | Visible, c: sparse.Config):
   """Per-query parts of the selection in spans, and what puts a span's back together."""
   if isinstance(selection, Visible):
@@ -198,14 +214,14 @@ def backward_rule(c: sparse.Config, residuals, cotangent):
   size = latents.shape[1]
   s = make_sizes(c, c.backward, q, index_q)
   b = s.blocks
-  keys = layout.keys(latents, index_k, b)
+  keys, zeros = backward_keys(latents, index_k, s)
   rows = batch * (size if b.gather else sparse._sequence_keys(size, b))
   chosen, together = _spans(selection, c)
 
   def one_span(sums, inputs):
     *queries, per_query, chosen = inputs
     with jax.named_scope('indexer_kl_selection'):
-      arguments = selection_arguments(together(chosen), size, c, s)
+      arguments = backward_selection(together(chosen), size, c, s)
     padded = sparse._padded_time(per_query.shape[1], b)
     per_query = pad_to(per_query, 1, padded)
     d_q, d_weights, sums = kernel_backward.backward(
@@ -226,9 +242,12 @@ def backward_rule(c: sparse.Config, residuals, cotangent):
   # In the order of kernel_backward's rows.
   per_query = jnp.stack([cotangent, index_lse * LOG2_E, cotangent * mass], axis=-1)
   spans = *(sparse._spans(x, c) for x in (q, lse, index_q, weights, per_query)), chosen
-  sums, (d_q, d_weights) = lax.scan(one_span, kernel_backward.zero_sums(rows, s), spans)
-  d_k = jnp.sum(sums.reshape(b.cores, -1, s.index_dim)[:, :rows], axis=0)
-  d_k = d_k.reshape(batch, -1, s.index_dim)[:, :size, :dim].astype(index_k.dtype)
+  sums, (d_q, d_weights) = lax.scan(one_span, zeros, spans)
+  d_k = (
+    kernel_backward.total(sums, rows, s)
+    .reshape(batch, -1, s.index_dim)[:, :size, :dim]
+    .astype(index_k.dtype)
+  )
   d_q, d_weights = (sparse._unspans(x, time) for x in (d_q, d_weights))
   return None, None, None, d_q, d_weights, d_k, None
 
@@ -306,7 +325,7 @@ def indexer_kl(
 
   The TPU kernels read the keys like `sparse_mla`: masked-dense ('dense') or, in the sparse stage,
   gathered ('gather'). By the compiler's schedules the gathered backward wins once the visible keys
-  exceed 1.66 U / 2.68 U / 2.82 U (v5p / v6e / tpu7x) for a union U of 16 queries; None gathers above
+  exceed 1.21 U / 1.99 U / 2.02 U (v5p / v6e / tpu7x) for a union U of 16 queries; None gathers above
   S = DENSE_KEYS = 16,384. docs/kernels_kl.md has the roofline and the measurements.
 
   Args:

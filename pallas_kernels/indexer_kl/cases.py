@@ -10,7 +10,7 @@ import jax
 from pallas_kernels.indexer_kl import api, kernel_backward, kernel_forward, layout
 from pallas_kernels.indexer_kl.reference import Visible
 from pallas_kernels.sparse_mla.api import Regime
-from pallas_kernels.sparse_mla.layout import LANES, round_up
+from pallas_kernels.sparse_mla.layout import LANES
 
 
 class IndexerKl(NamedTuple):
@@ -69,11 +69,13 @@ def build(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
   sizes = api.make_sizes(config, config.backward if s.backward else config.forward, q, index_q)
 
   def arrange(q, lse, index_q, weights, latents, index_k, selection):
-    return {
-      **api.query_arguments(sizes, q, lse, index_q, weights),
-      **api.selection_arguments(selection, s.keys, config, sizes),
-      'keys': layout.keys(latents, index_k, sizes.blocks),
-    }
+    arguments: dict[str, Any] = api.query_arguments(sizes, q, lse, index_q, weights)
+    if s.backward:
+      arguments |= api.backward_selection(selection, s.keys, config, sizes)
+      arguments['keys'], arguments['sums'] = api.backward_keys(latents, index_k, sizes)
+      return arguments
+    keys = layout.keys(latents, index_k, sizes.blocks)
+    return arguments | {'keys': keys, **api.selection_arguments(selection, s.keys, config, sizes)}
 
   arguments = jax.eval_shape(
     arrange, q, floats(s.time, s.heads), index_q, floats(s.time, s.index_heads),
@@ -82,12 +84,10 @@ def build(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
   kernel: Callable[..., Any] = kernel_forward.forward
   if s.backward:
     kernel = kernel_backward.backward
-    rows = s.batch * round_up(s.keys, sizes.blocks.keys)
     blocks = arguments['counts'].shape[0]
-    arguments |= {
-      'sums': jax.eval_shape(lambda: kernel_backward.zero_sums(rows, sizes)),
-      'per_query': jax.ShapeDtypeStruct((blocks, kernel_forward.STATE_ROWS, LANES), 'float32'),
-    }
+    arguments['per_query'] = jax.ShapeDtypeStruct(
+      (blocks, kernel_forward.STATE_ROWS, LANES), 'float32'
+    )
   return lambda arguments: kernel(**arguments, sizes=sizes, interpret=False), (arguments,)
 
 
@@ -106,9 +106,11 @@ def work(shape: IndexerKl, chip: str) -> tuple[float, float, float, float]:
   )
   gradient = 2 * 4 * shape.index_dim if shape.backward else 0
   row = 2 * (shape.width + shape.index_dim)
+  # Masks and row ids; to write gathered rows ids are read again.
+  lists = 12 if shape.backward and config.regime == 'gather' else 8
   return (
     t.queries * t.keys / reads,
     per_pair * t.keys * t.queries,
     float(t.keys * (row + gradient)),
-    float(t.keys * (1536 + 8 + gradient)),
+    float(t.keys * (1536 + lists + gradient)),
   )

@@ -6,9 +6,19 @@ Target and scores are recomputed from the log-sum-exps. With g a query's cotange
   d_dot_i = d_score w[i] 1[dot_i > 0]                   d_q[i] += d_dot_i k    d_k += d_dot_i q[i]
 
 The gradients of a block's queries are summed in VMEM over its chunks, those of the keys in HBM over
-the blocks: a chunk's rows are read, added to and written back, one copy a chunk (dense) or a row
-(gathered). The order is that of the walk, and chunk i is read only when chunk i - 1 is written, so
-repeated runs agree to the bit.
+the blocks, in the order of the walk, so repeated runs agree to the bit: a chunk's sums are read,
+added to and written back.
+
+Dense, in one copy each way: chunk i's are read when chunk i - 1's are written. Gathered, a key's sum
+lies in front of the key and one copy a row brings both, two chunks ahead. The copies are issued
+beside a chunk's matmuls:
+
+  first half: sums i - 1 -> HBM;  wait for them;
+  second half: sums and keys i + 2 -> VMEM, gradients are added to sums i.
+
+A row is read only when every earlier chunk that has it is written: those up to i - 1 are, and
+i, i + 1 and i + 2 have no row in common, since lists are made that keep chunks so near in the walk
+apart (`layout.keep_apart`).
 """
 
 import functools
@@ -20,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.indexer_kl import tiles
+from pallas_kernels.indexer_kl import layout, tiles
 from pallas_kernels.indexer_kl.kernel_forward import STATE_ROWS, key_inputs, query_inputs
 from pallas_kernels.indexer_kl.tiles import Sizes
 from pallas_kernels.sparse_mla.layout import LANES
@@ -31,54 +41,133 @@ from pallas_kernels.sparse_mla.stream import LOG2_E, Stream, dot, each_row, row_
 COTANGENT, INDEX_LSE, COTANGENT_MASS = range(3)
 
 
-class _KeyGradients:
-  """Read-add-write of one chunk's gradient rows in HBM; every core sums into rows of its own."""
+class _DenseSums:
+  """Read-add-write of the index keys' gradients of a chunk, as `_chunk` goes through its parts."""
 
-  def __init__(self, s: Sizes, refs, core):
-    self.b, self.r = s.blocks, refs
-    self.per_core = refs['sums'].shape[0] // s.blocks.cores
-    self.offset = core * self.per_core
+  def __init__(self, s: Sizes, refs, core, stream: Stream):
+    self.r, self.stream, self.keys = refs, stream, s.blocks.keys
+    # Every core sums into rows of its own.
+    size = refs['sums'].shape[0] // s.blocks.cores
+    self.sums = refs['sums'].at[pl.ds(pl.multiple_of(core * size, self.keys), size)]
+    self.filler = size - self.keys
 
-  def _rows(self, row):
-    return self.r['sums'].at[pl.ds(self.offset + row, self.b.keys)]
+  def _rows(self, position):
+    block, chunk = position
+    row = self.r['dense_base'][block] + (self.stream.starts[block] + chunk) * self.keys
+    return self.sums.at[pl.ds(pl.multiple_of(row, self.keys), self.keys)]
 
-  def _each(self, tick, first_row, part, parts, copy):
-    """Starts part of the chunk's copies: its share of the rows, or all in the first part."""
-    if not self.b.gather:
-      if part == 0:
-        copy(self.r['old'], self._rows(pl.multiple_of(first_row, self.b.keys)))
-      return
-    begin, end = (i * self.b.keys // parts for i in (part, part + 1))
-    each_row(
-      self.b, begin, end,
-      lambda i: copy(
-        self.r['old'].at[i], self.r['sums'].at[self.offset + self.r['ids'][tick, 0, i]]
-      ),
-    )  # fmt: skip
+  def _write(self, rows):
+    pltpu.make_async_copy(self.r['sum'], rows, self.r['write_sem']).start()
 
-  def read(self, tick, first_row, part, parts):
-    sem = self.r['read_sem']
-    self._each(
-      tick, first_row, part, parts, lambda old, row: pltpu.make_async_copy(row, old, sem).start()
-    )
-
-  def add_and_write(self, tick, first_row):
-    old, sem = self.r['old'], self.r['write_sem']
-    pltpu.make_async_copy(old, old, self.r['read_sem']).wait()
-    for tile in range(old.shape[2] // LANES):
-      view, index = row_tile(self.b, old, 0, tile)
-      view[index] += self.r['gradient'][:, tile * LANES : (tile + 1) * LANES]
-    self._each(tick, first_row, 0, 1, lambda old, row: pltpu.make_async_copy(old, row, sem).start())
-
-  def wait_write(self):
-    pltpu.make_async_copy(self.r['old'], self.r['old'], self.r['write_sem']).wait()
+  def _wait_write(self):
+    pltpu.make_async_copy(self.r['sum'], self.r['sum'], self.r['write_sem']).wait()
 
   def prime(self):
-    """What the first `wait_write` waits for: zeros into the filler rows behind the last."""
-    old = self.r['old']
-    old[...] = jnp.zeros(old.shape, jnp.float32)
-    filler = self._rows(self.per_core - self.b.keys)
-    pltpu.make_async_copy(old, filler, self.r['write_sem']).start()
+    """What the first wait is for: zeros into the filler rows behind the last."""
+    self.r['sum'][...] = jnp.zeros(self.r['sum'].shape, self.r['sum'].dtype)
+    self._write(self.sums.at[pl.ds(self.filler, self.keys)])
+
+  def begin(self, tick):
+    """There is nothing to take yet."""
+
+  def first_half(self, part, parts):
+    """The last chunk's sums are on their way."""
+
+  def turn(self, position):
+    """Once the last chunk's sums are written, this chunk's are read."""
+    self._wait_write()
+    pltpu.make_async_copy(self._rows(position), self.r['sum'], self.r['read_sem']).start()
+
+  def second_half(self, tick, part, parts):
+    """This chunk's sums are on their way."""
+
+  def add(self, start: int, gradient):
+    """Gradients of the chunk's keys from `start`."""
+    self.r['gradient'][start : start + gradient.shape[0]] = gradient
+
+  def end(self, position):
+    pltpu.make_async_copy(self.r['sum'], self.r['sum'], self.r['read_sem']).wait()
+    self.r['sum'][...] += self.r['gradient'][...]
+    self._write(self._rows(position))
+
+  def finish(self):
+    self._wait_write()
+
+
+class _GatheredSums:
+  """As `_DenseSums`, for rows whose sums come with the keys."""
+
+  def __init__(self, s: Sizes, refs, core, stream: Stream):
+    self.b, self.r, self.stream = s.blocks, refs, stream
+    self.tiles = s.index_dim // LANES
+    size = refs['sums'].shape[0] // s.blocks.cores
+    self.sums = refs['sums'].at[pl.ds(core * size, size), :, pl.ds(0, s.index_dim)]
+    self.filler = size - s.blocks.keys
+
+  def _part(self, part: int, parts: int) -> tuple[int, int]:
+    return part * self.b.keys // parts, (part + 1) * self.b.keys // parts
+
+  def _write_row(self, i):
+    row = self.sums.at[self.r['row_ids'][0, i]]
+    pltpu.make_async_copy(self.r['sum'].at[i], row, self.r['write_sem']).start()
+
+  def _wait_write(self):
+    pltpu.make_async_copy(self.r['sum'], self.r['sum'], self.r['write_sem']).wait()
+
+  def _ids(self, position):
+    """The copy of the row ids of the chunk that is written next, to an address of their own."""
+    return self.stream.id_copy(position, self.r['row_ids'], self.r['row_id_sem'])
+
+  def prime(self):
+    """A chunk before the first one: zeros for filler rows that no chunk names."""
+    self.r['sum'][...] = jnp.zeros(self.r['sum'].shape, self.r['sum'].dtype)
+
+    def name(i, carry):
+      self.r['row_ids'][0, i] = self.filler + i
+      return carry
+
+    lax.fori_loop(0, self.b.keys, name, 0)
+
+  def begin(self, tick):
+    """Takes the sums, whose place the rows two chunks ahead will need."""
+    for tile in range(self.tiles):
+      packed, rows = row_tile(self.b, self.r['packed'], (tick & 1) * self.b.keys, tile)
+      columns = slice(tile * LANES, (tile + 1) * LANES)
+      self.r['before'][:, columns] = lax.bitcast_convert_type(packed[rows], jnp.float32)
+
+  def first_half(self, part, parts):
+    """Writes a part of the last chunk's sums."""
+    each_row(self.b, *self._part(part, parts), self._write_row)
+
+  def turn(self, position):
+    """Waits until the last chunk's sums are written."""
+    self._wait_write()
+    self._ids(position).start()
+
+  def second_half(self, tick, part, parts):
+    """Fetches a part of the sums and keys two chunks ahead."""
+    self.stream.issue_rows(tick, *self._part(part, parts))
+
+  def add(self, start: int, gradient):
+    """Sums of the chunk's keys from `start`, to be written by the next chunk."""
+    for tile in range(self.tiles):
+      sums, index = row_tile(self.b, self.r['sum'], start, tile, gradient.shape[0])
+      columns = slice(tile * LANES, (tile + 1) * LANES)
+      total = self.r['before'][start : start + gradient.shape[0], columns] + gradient[:, columns]
+      sums[index] = lax.bitcast_convert_type(total, jnp.uint32)
+
+  def end(self, position):
+    self._ids(position).wait()
+
+  def finish(self):
+    """Writes the sums of the last chunk, beside which there is no other."""
+
+    def write(i, carry):
+      self._write_row(i)
+      return carry
+
+    lax.fori_loop(0, self.b.keys, write, 0)
+    self._wait_write()
 
 
 def _score_gradient(s: Sizes, refs, unit: int, target: jax.Array, scores: jax.Array) -> jax.Array:
@@ -89,8 +178,8 @@ def _score_gradient(s: Sizes, refs, unit: int, target: jax.Array, scores: jax.Ar
   return jnp.where(tiles.selected(s, unit, refs), mass * softmax - cotangent * target, 0.0)
 
 
-def _gradients(s: Sizes, refs, keys, unit: int, sums: tuple[jax.Array, jax.Array]) -> None:
-  """All gradients of one unit's keys."""
+def _gradients(s: Sizes, refs, keys, add, unit: int, sums: tuple[jax.Array, jax.Array]) -> None:
+  """All gradients of one unit's keys; `add` takes those of the keys and where they start."""
   b = s.blocks
   d_score = _score_gradient(s, refs, unit, *sums)
   d_dots = []
@@ -101,40 +190,38 @@ def _gradients(s: Sizes, refs, keys, unit: int, sums: tuple[jax.Array, jax.Array
     d_dot = jnp.where(relu > 0, d_score * refs['weights'][0, :, lanes], 0.0)
     d_dots.append(d_dot.astype(b.dtype))
   d_dot = jnp.concatenate(d_dots, axis=1)
-  rows = slice(unit * s.unit, (unit + 1) * s.unit)
-  refs['gradient'][rows, :] = dot(d_dot, refs['index_q'][...], (1, 0), b)
+  add(unit * s.unit, dot(d_dot, refs['index_q'][...], (1, 0), b))
   refs['d_index_q'][...] += dot(d_dot, tiles.index_keys(s, unit, keys), (0, 0), b)
 
 
-def _chunk(s: Sizes, stream: Stream, rows: _KeyGradients, position, first_row, refs) -> None:
-  b = s.blocks
+def _chunk(s: Sizes, stream: Stream, rows: _DenseSums | _GatheredSums, position, refs) -> None:
   tick, words, keys = stream.begin(position)
+  rows.begin(tick)
   tiles.spread_masks(refs, words)
-  parts = s.units * s.groups
-  half = max(1, parts // 2)
+  groups = s.index_groups + s.groups
+  parts = s.units * groups
+  # The first gradients come after two units, if there are so many, and not before the turn.
+  half = min(parts // 2, 2 * groups - 1)
 
   def copies(part):
-    """Fetches ahead in the first half; then the gradient rows, once the last are written."""
-    if b.gather and part < half:
-      stream.issue_rows(tick, part * b.keys // half, (part + 1) * b.keys // half)
+    if part < half:
+      rows.first_half(part, half)
+      return
     if part == half:
-      rows.wait_write()
-    if part >= half:
-      rows.read(tick, first_row, part - half, parts - half)
+      rows.turn(position)
+    rows.second_half(tick, part - half, parts - half)
 
   def sums(unit):
     def keep(relu, lanes):
       refs['relu'][unit % 2, :, lanes] = relu
 
-    scores = tiles.index_scores(s, unit, refs, keys, keep)
-    target = tiles.target(s, unit, refs, keys, lambda g: copies(unit * s.groups + g))
+    scores = tiles.index_scores(s, unit, refs, keys, keep, lambda g: copies(unit * groups + g))
+    after = unit * groups + s.index_groups
+    target = tiles.target(s, unit, refs, keys, lambda g: copies(after + g))
     return target, scores
 
-  tiles.pipelined(s.units, sums, functools.partial(_gradients, s, refs, keys))
-  if half == parts:
-    rows.wait_write()
-    rows.read(tick, first_row, 0, 1)
-  rows.add_and_write(tick, first_row)
+  tiles.pipelined(s.units, sums, functools.partial(_gradients, s, refs, keys, rows.add))
+  rows.end(position)
 
 
 def _kernel(s: Sizes, starts, counts, base, *buffers, names):
@@ -143,30 +230,53 @@ def _kernel(s: Sizes, starts, counts, base, *buffers, names):
   core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
   block, first = core * steps + step, core * steps
   refs['dense_base'] = base
+  keys_hbm = refs.get('keys_hbm')
+  if b.gather:
+    per_core = refs['sums'].shape[0] // b.cores
+    keys_hbm = refs['sums'].at[pl.ds(core * per_core, per_core)]
   stream = Stream(
-    b, starts, counts, refs.get('lists'), refs['masks_hbm'], refs['keys_hbm'], refs, first,
+    b, starts, counts, refs.get('lists'), refs['masks_hbm'], keys_hbm, refs, first,
     first + steps - 1,
   )  # fmt: skip
-  rows = _KeyGradients(s, refs, core)
+  rows = (_GatheredSums if b.gather else _DenseSums)(s, refs, core, stream)
   pl.when(step == 0)(stream.prime)
   pl.when(step == 0)(rows.prime)
   for name in ('d_index_q', 'd_weights'):
     refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)
 
   def chunk(c, carry):
-    first_row = base[block] + (starts[block] + c) * b.keys
-    _chunk(s, stream, rows, (block, c), first_row, refs)
+    _chunk(s, stream, rows, (block, c), refs)
     return carry
 
   lax.fori_loop(0, counts[block], chunk, 0)
-  pl.when(step == steps - 1)(rows.wait_write)
+  pl.when(step == steps - 1)(rows.finish)
   pl.when(step == steps - 1)(stream.finish)
 
 
-def zero_sums(rows: int, sizes: Sizes) -> jax.Array:
-  """Zero gradients of `rows` index keys and a chunk of filler a core: [.., 1, padded J] float32."""
+def zero_sums(keys: jax.Array, sizes: Sizes) -> jax.Array:
+  """What `backward` sums the index keys' gradients in: one array a core.
+
+  Args:
+    keys: of the layout. Gathered, its rows behind the last key are those of `layout.keep_apart`.
+    sizes: static sizes.
+
+  Returns:
+    Zeros [cores * (S + C), J] float32 (dense), or for every core the rows of `keys` with zeros
+    behind each [cores * S, 1, W + J] uint32 (gathered).
+  """
   b = sizes.blocks
-  return jnp.zeros((b.cores * (rows + b.keys), 1, sizes.index_dim), jnp.float32)
+  if b.gather:
+    rows = jnp.pad(keys, ((0, 0), (0, 0), (sizes.index_dim, 0)))
+    return jnp.tile(rows, (b.cores, 1, 1))
+  return jnp.zeros((b.cores * (keys.shape[0] + b.keys), sizes.index_dim), jnp.float32)
+
+
+def total(sums: jax.Array, rows: int, sizes: Sizes) -> jax.Array:
+  """The gradients of the first `rows` index keys from all cores' sums, [rows, J] float32."""
+  b = sizes.blocks
+  if b.gather:
+    sums = lax.bitcast_convert_type(sums[:, 0, : sizes.index_dim], jnp.float32)
+  return jnp.sum(sums.reshape(b.cores, -1, sizes.index_dim)[:, :rows], axis=0)
 
 
 def backward(
@@ -175,7 +285,7 @@ def backward(
   index_q: jax.Array,
   weights: jax.Array,
   per_query: jax.Array,
-  keys: jax.Array,
+  keys: jax.Array | None,
   sums: jax.Array,
   lists: jax.Array | None,
   masks: jax.Array,
@@ -189,8 +299,9 @@ def backward(
   keys' gradients added.
 
   Args:
-    q, lse, index_q, weights, keys, lists, masks, starts, counts, base, sizes, interpret: as in
-      `kernel_forward.forward`.
+    q, lse, index_q, weights, lists, masks, starts, counts, base, sizes, interpret: as in
+      `kernel_forward.forward`; gathered lists, masks and counts from `layout.keep_apart`.
+    keys: as in `kernel_forward.forward` (dense), or None: they are in `sums` (gathered).
     per_query: [G, 8, 128] float32: rows COTANGENT, INDEX_LSE (finite) and COTANGENT_MASS, query m
       in every lane l with l mod M = m.
     sums: as `zero_sums` makes it; consumed.
@@ -208,18 +319,33 @@ def backward(
   scratch = b.scratch() | {
     'words': pltpu.VMEM((b.keys, LANES), jnp.int32),
     'relu': pltpu.VMEM((2, sizes.unit, sizes.index_rows), jnp.float32),
-    'gradient': pltpu.VMEM((b.keys, sizes.index_dim), jnp.float32),
-    'old': pltpu.VMEM((b.keys, 1, sizes.index_dim), jnp.float32),
-    'read_sem': pltpu.SemaphoreType.DMA,
     'write_sem': pltpu.SemaphoreType.DMA,
   }
+  if b.gather:
+    scratch |= {
+      'packed': pltpu.VMEM((2 * b.keys, 1, sums.shape[2]), jnp.uint32),
+      'sum': pltpu.VMEM((b.keys, 1, sizes.index_dim), jnp.uint32),
+      'before': pltpu.VMEM((b.keys, sizes.index_dim), jnp.float32),
+      'row_ids': pltpu.SMEM((1, b.keys), jnp.int32),
+      'row_id_sem': pltpu.SemaphoreType.DMA,
+    }
+  else:
+    scratch |= {
+      'gradient': pltpu.VMEM((b.keys, sizes.index_dim), jnp.float32),
+      'sum': pltpu.VMEM((b.keys, sizes.index_dim), jnp.float32),
+      'read_sem': pltpu.SemaphoreType.DMA,
+    }
   names = (*inputs, 'd_index_q', 'd_weights', 'sums', *scratch)
   width = b.heads * sizes.width + 3 * sizes.index_heads * sizes.index_dim
   out_shape = [
     jax.ShapeDtypeStruct(index_q.shape, jnp.float32),
     jax.ShapeDtypeStruct(weights.shape, jnp.float32),
-    jax.ShapeDtypeStruct(sums.shape, jnp.float32),
+    jax.ShapeDtypeStruct(sums.shape, sums.dtype),
   ]
+  # A row's sum is read and written, its id read once more for that. Filler chunks are few.
+  gradient = 2 * 4 * sizes.index_dim + (4 if b.gather else 0)
+  chunks = masks.shape[1] - (layout.APART if b.gather else 0)
+  real = jax.ShapeDtypeStruct((masks.shape[0], chunks, *masks.shape[2:]), masks.dtype)
   return pl.pallas_call(
     functools.partial(_kernel, sizes, names=names),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -233,7 +359,7 @@ def backward(
     ),
     out_shape=out_shape,
     cost_estimate=b.cost(
-      masks, width, b.key_bytes + 2 * 4 * sizes.index_dim, q, lse, index_q, weights, per_query,
+      real, width, b.key_bytes + gradient, q, lse, index_q, weights, per_query,
       *out_shape[:2],
     ),
     input_output_aliases={3 + list(inputs).index('sums_in'): 2},

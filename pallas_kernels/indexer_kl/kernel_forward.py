@@ -110,10 +110,8 @@ def query_inputs(sizes: Sizes, steps: int, q, lse, index_q, weights) -> dict[str
 def key_inputs(keys, lists, masks) -> dict[str, Any]:
   """(BlockSpec, array) of what stays in HBM, by name."""
   anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
-  found = {'masks_hbm': (anywhere, masks), 'keys_hbm': (anywhere, keys)}
-  if lists is not None:
-    found['lists'] = (anywhere, lists)
-  return found
+  found = {'masks_hbm': masks, 'keys_hbm': keys, 'lists': lists}
+  return {name: (anywhere, x) for name, x in found.items() if x is not None}
 
 
 def forward(

@@ -31,8 +31,11 @@ def per_query(rows: list[jax.Array], queries: int) -> jax.Array:
   return pad_to(jnp.tile(x, (1, 1, LANES // queries)), 1, STATE_ROWS)
 
 
-def keys(latents: jax.Array, index_k: jax.Array, b: Blocks) -> jax.Array:
-  """One row a key: latent, then index key; packed (gathered), or padded sequences (dense)."""
+def keys(latents: jax.Array, index_k: jax.Array, b: Blocks, filler: int = 1) -> jax.Array:
+  """One row a key: latent, then index key; packed (gathered), or padded sequences (dense).
+
+  Gathered, `filler` chunks of rows lie behind the last key.
+  """
   batch, size, width = latents.shape
   rows = jnp.concatenate(
     [
@@ -43,8 +46,61 @@ def keys(latents: jax.Array, index_k: jax.Array, b: Blocks) -> jax.Array:
   )
   if b.gather:
     # Rows behind the last are what the filler of the lists names.
-    return pack_rows(pad_to(rows.reshape(batch * size, -1), 0, batch * size + b.keys))
+    return pack_rows(pad_to(rows.reshape(batch * size, -1), 0, batch * size + filler * b.keys))
   return pad_to(rows, 1, round_up(size, b.keys)).reshape(-1, rows.shape[2])
+
+
+# Chunks that `keep_apart` may add to a list. Chunks of filler rows: of three in a row in the walk
+# each has its own, and one is named by no list.
+APART, FILLER = 2, 4
+
+
+def keep_apart(
+  lists: jax.Array, masks: jax.Array, counts: jax.Array, total_rows: int, cores: int
+) -> dict[str, jax.Array]:
+  """Lists of which no two chunks at most two apart in the walk have a row in common.
+
+  Chunks of one block have none. Where the last of one block and the first of the next may have one,
+  by the ranges of their rows, up to two chunks of filler come between; likewise behind the last
+  block of a core, on which the walk stays.
+
+  Args:
+    lists: [G, chunks, 1, C] int32 row ids, ascending, those of `total_rows` and above being filler.
+    masks: [G, chunks, 1, C] int32.
+    counts: [G] int32, at least 1.
+    total_rows: rows of keys.
+    cores: TensorCores that share the blocks.
+
+  Returns:
+    'lists' and 'masks' with APART chunks more, 'counts'. Filler rows of chunk i of the walk are
+    those of C * (i mod 3) and above behind the last key.
+  """
+  blocks, _, _, size = lists.shape
+  real = lists < total_rows
+  lows = jnp.min(jnp.where(real, lists, total_rows), axis=(2, 3))
+  highs = jnp.max(jnp.where(real, lists, -1), axis=(2, 3))
+  block = jnp.arange(blocks)
+  following = jnp.where((block + 1) % (blocks // cores) == 0, block, block + 1)
+
+  def meet(behind: int, chunk: int) -> jax.Array:
+    """Whether so many chunks before a block's last may share rows with a chunk of the next."""
+    chunk = min(chunk, lows.shape[1] - 1)
+    mine = jnp.maximum(counts - 1 - behind, 0)
+    return (lows[block, mine] <= highs[following, chunk]) & (
+      lows[following, chunk] <= highs[block, mine]
+    )
+
+  one = meet(0, 1) | meet(1, 0) | (counts == 1)
+  extra = jnp.where(meet(0, 0), APART, one.astype(jnp.int32))
+  ends = jnp.cumsum(counts + extra)
+  lists, masks = (
+    jnp.pad(x, ((0, 0), (0, APART), (0, 0), (0, 0)), constant_values=fill)
+    for x, fill in ((lists, total_rows), (masks, 0))
+  )
+  place = (ends - counts - extra)[:, None] + jnp.arange(lists.shape[1])
+  filler = total_rows + (place % (FILLER - 1) * size)[:, :, None, None] + jnp.arange(size)
+  lists = jnp.where(lists < total_rows, lists, filler.astype(jnp.int32))
+  return {'lists': lists, 'masks': masks, 'counts': (counts + extra).astype(jnp.int32)}
 
 
 def visible_masks(visible: Visible, b: Blocks) -> tuple[jax.Array, jax.Array, jax.Array]:

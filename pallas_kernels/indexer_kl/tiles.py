@@ -51,6 +51,11 @@ class Sizes:
     return -(-self.blocks.rows // self.lanes)
 
   @property
+  def index_groups(self) -> int:
+    """Matmuls that one unit's index scores take."""
+    return -(-self.index_rows // self.lanes)
+
+  @property
   def lanes(self) -> int:
     """Lanes of one matmul."""
     return max(LANES, self.blocks.together * self.blocks.heads)
@@ -107,7 +112,9 @@ def index_keys(s: Sizes, unit: int, keys) -> jax.Array:
   return keys(slice(s.width, s.width + s.index_dim))[unit * s.unit : (unit + 1) * s.unit]
 
 
-def index_scores(s: Sizes, unit: int, refs: dict[str, Any], keys, keep=None) -> jax.Array:
+def index_scores(
+  s: Sizes, unit: int, refs: dict[str, Any], keys, keep=None, before=lambda group: None
+) -> jax.Array:
   """Index scores [unit, 128]; `keep(relu, lanes)` takes relu of the logits, if given."""
   rows = index_keys(s, unit, keys)
 
@@ -118,7 +125,11 @@ def index_scores(s: Sizes, unit: int, refs: dict[str, Any], keys, keep=None) -> 
     return relu * refs['weights'][0, :, lanes]
 
   return _head_sum(
-    s, s.index_rows, lambda lanes: dot(rows, refs['index_q'][lanes], (1, 1), s.blocks), term
+    s,
+    s.index_rows,
+    lambda lanes: dot(rows, refs['index_q'][lanes], (1, 1), s.blocks),
+    term,
+    before,
   )
 
 

@@ -121,8 +121,8 @@ def each_row(b: Blocks, begin: int, end: int, start: Callable[[Any], None]) -> N
   lax.fori_loop(begin, end, body, 0, unroll=not b.interpret)
 
 
-def row_tile(b: Blocks, ref, start, tile: int):
-  """View and index of one lane tile [C, 128] of rows start.. of `ref` [x, 1, W].
+def row_tile(b: Blocks, ref, start, tile: int, rows: int | None = None):
+  """View and index of one lane tile [C, 128] of rows start.. of `ref` [x, 1, W], or of `rows` rows.
 
   The rows lie one after the other; a load with a stride over the flat view puts 8 of them into a
   register, which an index into the three dimensions does at twice the cycles. Interpret mode knows
@@ -130,10 +130,10 @@ def row_tile(b: Blocks, ref, start, tile: int):
   """
   if b.interpret:
     lanes = slice(tile * layout.LANES, (tile + 1) * layout.LANES)
-    return ref, (pl.ds(start, b.keys), 0, lanes)
+    return ref, (pl.ds(start, rows or b.keys), 0, lanes)
   tiles = ref.shape[2] // layout.LANES
   flat = ref.reshape(ref.shape[0] * tiles, layout.LANES)
-  return flat, (pl.ds(start * tiles + tile, b.keys, stride=tiles), slice(None))
+  return flat, (pl.ds(start * tiles + tile, rows or b.keys, stride=tiles), slice(None))
 
 
 class Stream:
@@ -302,9 +302,11 @@ class Stream:
         view[index] = jnp.where(row < length, view[index], jnp.uint32(0))
 
   def _unpack(self, slot):
-    b = self.b
+    b, packed = self.b, self.s['packed']
+    # What a caller keeps in front of the features is his to take.
+    front = (packed.shape[2] - b.words) // layout.LANES
     for tile in range(b.words // layout.LANES):
-      view, index = row_tile(b, self.s['packed'], slot * b.keys, tile)
+      view, index = row_tile(b, packed, slot * b.keys, front + tile)
       words = view[index]
       column = slice(tile * layout.LANES, (tile + 1) * layout.LANES)
       if b.dtype == jnp.float32:

@@ -10,7 +10,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.indexer_kl import Tuning, Visible, indexer_kl
+from pallas_kernels.indexer_kl.layout import APART, FILLER, keep_apart
 from pallas_kernels.interpret import races_found
+from pallas_kernels.sparse_mla.layout import row_lists
 
 SCALE = 0.2
 # Uninitialised memory, outputs included, reads as NaN.
@@ -125,6 +127,65 @@ def test_sparse_stage(regime):
   got = run(x, to_indices(x.chosen, 9), regime=regime, span=6)
   check(x, got, 1e-5)
   assert not races_found()
+
+
+# Keys of a matmul: two units a chunk, and one.
+@pytest.mark.parametrize(('chip', 'unit'), [('v5p', 8), ('v6e', 16)])
+def test_rows_that_neighbouring_blocks_share_are_summed_in_order(chip, unit):
+  """Rows that are to be written may not be fetched yet: of blocks without keys, of one chunk, and
+  of several that begin where the one before ended, on one core and on two."""
+  many, few, none, last = range(60), range(4), range(0), range(40, 100)
+  blocks = (many, many, few, few, none, few, last, many, last, few, last, none)
+  chosen = np.zeros((1, 8 * len(blocks), 100), bool)
+  for t in range(chosen.shape[1]):
+    chosen[0, t, list(blocks[t // 8])] = True
+  x = problem(chosen, seed=5)
+  options = {'regime': 'gather', 'chip': chip, 'backward': Tuning(8, 2, 16, unit)}
+  first = run(x, to_indices(chosen, 60), **options)
+  again = run(x, to_indices(chosen, 60), **options)
+  check(x, first, 2e-5)
+  assert not races_found()
+  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize('cores', [1, 2])
+@pytest.mark.parametrize('seed', range(4))
+def test_chunks_that_are_near_in_the_walk_share_no_row(cores, seed):
+  """What the gathered backward needs, filler rows and the walk's end included; nothing is lost."""
+  rng = np.random.default_rng(seed)
+  queries, chunk, total = 2, 4, 60
+  indices = np.full((12 * queries, 16), -1, np.int32)
+  for row in indices:
+    low = rng.integers(total - 16)
+    found = np.flatnonzero(rng.random(min(total, low + 24) - low) < rng.random())[:16]
+    row[: len(found)] = low + found
+  lists, masks, counts = row_lists(jnp.asarray(indices), queries, chunk, total)
+  before = lists.reshape(12, -1, 1, chunk), masks.reshape(12, -1, 1, chunk), counts
+  after = keep_apart(*before, total, cores)
+  for block in range(12):
+    kept = [
+      [
+        (int(row), int(mask))
+        for row, mask in zip(x.ravel()[: n * chunk], y.ravel()[: n * chunk], strict=True)
+        if row < total
+      ]
+      for x, y, n in (
+        [np.asarray(z)[block] for z in before],
+        [np.asarray(after[name])[block] for name in ('lists', 'masks', 'counts')],
+      )
+    ]
+    assert kept[0] == kept[1]
+  counts = np.asarray(after['counts'])
+  assert np.all(counts - np.asarray(before[2]) <= APART)
+  for blocks in np.split(np.arange(12), cores):
+    walk = [np.asarray(after['lists'])[b, c] for b in blocks for c in range(counts[b])]
+    walk += [np.asarray(after['lists'])[blocks[-1], c] for c in range(2)]
+    for i, rows in enumerate(walk):
+      assert len(np.unique(rows)) == chunk
+      assert rows.max() < total + (FILLER - 1) * chunk
+      for near in walk[max(0, i - APART) : i]:
+        assert not np.intersect1d(rows, near).size
 
 
 def packed(q_slot, q_segment, k_segment) -> tuple[Visible, np.ndarray]:
