@@ -63,7 +63,7 @@ def build(name: str, chip: Chip):
   if op == 'sparse_mla':
     keys = 202_752 if regime == 'gather' else sparse.DENSE_KEYS
     shape = sparse_cases.SparseMla(name, 'train', 4096, keys, backward)
-    return sparse_cases.build(shape, chip.name, sparse.Tuning(*blocks))
+    return sparse_cases.build(shape, chip.name, sparse.tuned(blocks))
   decode = shapes.Decode(name, 'decode', 16, 1, 131_072 if regime == 'gather' else 4096)
   return sparse_cases.build_decode(decode, chip.name, chunk=blocks[2])
 

@@ -52,8 +52,7 @@ def _config(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
 def build(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
   """(function, abstract arguments) for the compiler; `chip` is 'v5p', 'v6e' or 'tpu7x'.
 
-  The kernel alone: the sorts that XLA arranges gathered rows with take it minutes to compile, and
-  are not in the schedule. `tuning` are block sizes in place of the chip's.
+  The kernel alone, its lists given: `sparse_mla_lists` is a case of its own. `tuning` are block sizes in place of the chip's.
   """
   s = shape
 

@@ -34,7 +34,8 @@ class Tuning:
   queries: int = 8
   together: int = 4
   keys: int = 512
-  sum_beside: int = 0  # 1: gradient rows are summed beside matmuls, see kernel_backward.py.
+  # 1: gradient rows are summed beside matmuls, see kernel_backward.py.
+  sum_beside: int = dataclasses.field(default=0, kw_only=True)
 
   def __post_init__(self):
     if self.queries > layout.MAX_QUERIES_PER_BLOCK or self.queries % self.together:
@@ -42,6 +43,11 @@ class Tuning:
         f'queries must be a multiple of together and at most {layout.MAX_QUERIES_PER_BLOCK}, got '
         f'{self.queries} and {self.together}'
       )
+
+
+def tuned(blocks: tuple[int, ...]) -> Tuning:
+  """An entry of the tuning table: three sizes, and 1 behind them for `sum_beside`."""
+  return Tuning(*blocks[:3], sum_beside=sum(blocks[3:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +280,7 @@ def make_config(
     )
 
   def best(direction):
-    return Tuning(*best_blocks(chip, 'sparse_mla', regime, direction))
+    return tuned(best_blocks(chip, 'sparse_mla', regime, direction))
 
   return Config(
     scale=float(scale),

@@ -196,7 +196,7 @@ def test_rows_that_neighbouring_blocks_share_are_summed_in_order(
     rows = blocks[t // queries]
     indices[0, t, : len(rows)] = rows
   args = (q, latents, jnp.asarray(indices), 16, dout, dlse)
-  sizes = {'chip': chip, 'tuning': Tuning(queries, together, 16, sum_beside)}
+  sizes = {'chip': chip, 'tuning': Tuning(queries, together, 16, sum_beside=sum_beside)}
   got = kernel(*args, regime='gather', **sizes)
   again = kernel(*args, regime='gather', **sizes)
   check(got, oracle(*args), 2e-5)
