@@ -60,8 +60,10 @@ def pack_rows(keys: jax.Array) -> jax.Array:
   if keys.dtype == jnp.float32:
     return lax.bitcast_convert_type(keys, jnp.uint32)[:, None]
   words = packed_words(keys.shape[-1], keys.dtype)
-  bits = lax.bitcast_convert_type(pad_to(keys, -1, 2 * words), jnp.uint16).astype(jnp.uint32)
-  return (bits[:, :words] | (bits[:, words:] << 16))[:, None]
+  halves = jnp.split(pad_to(keys, -1, 2 * words), 2, axis=1)
+  # Converted apart: XLA would write the bits of whole rows to HBM, a word for each feature.
+  low, high = (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in halves)
+  return (low | high << 16)[:, None]
 
 
 def unpack_rows(rows: jax.Array, features: int, dtype) -> jax.Array:
