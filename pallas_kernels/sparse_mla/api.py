@@ -145,12 +145,9 @@ def _selection(indices: jax.Array, size: int, c: Config, b: Blocks) -> dict[str,
   sequence = jnp.arange(batch, dtype=jnp.int32)
   if c.regime == 'gather':
     rows = jnp.where(indices >= 0, indices + sequence[:, None, None] * size, -1)
-    rows = rows.reshape(-1, indices.shape[2])
-    if c.interpret or not kernel_lists.fits(b.queries, indices.shape[2]):
-      lists, masks, counts = layout.row_lists(rows, b.queries, b.keys, batch * size)
-    else:
-      unions = kernel_lists.unions(rows, b.queries)
-      lists, masks, counts = layout.fill_up(*unions, b.keys, batch * size)
+    lists, masks, counts = kernel_lists.row_lists(
+      rows.reshape(-1, indices.shape[2]), b.queries, b.keys, batch * size, b.interpret
+    )
     lists = lists.reshape(lists.shape[0], -1, 1, b.keys)
     starts = base = jnp.zeros_like(counts)
   else:

@@ -156,7 +156,7 @@ def loops_lists(shape: Lists) -> tuple[tuple[str | None, float], ...]:
 def build_decode(shape: Decode, chip: str, chunk: int | None = None):
   """(function, abstract arguments) of `sparse_mla_paged` on packed pages, lists of rows given.
 
-  The sorts that make the lists of several queries are left out: the compiler spends minutes on them.
+  The lists of several queries are made by a kernel of their own, `sparse_mla_lists`.
   `chunk` are keys of a chunk in place of the chip's.
   """
   s = shape

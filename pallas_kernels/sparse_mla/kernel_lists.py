@@ -26,7 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES, SUBLANES = 128, 8
+from pallas_kernels.sparse_mla import layout
+
+LANES, SUBLANES = layout.LANES, 8
 _LEAST = 16 * SUBLANES  # Entries: a row's up to 16 lie on two neighbouring sublanes at most.
 _MASK_BITS = 16
 BIG = (1 << 31) - 1
@@ -358,3 +360,12 @@ def unions(
   there &= rows != BIG >> (lists.bit_length() - 1)
   masks = words & ((1 << _MASK_BITS) - 1)
   return rows, masks, jnp.sum(there, axis=1, dtype=jnp.int32)
+
+
+def row_lists(
+  indices: jax.Array, queries: int, chunk: int, total_rows: int, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`layout.row_lists`, by the kernel where it takes such lists and nothing is interpreted."""
+  if interpret or not fits(queries, indices.shape[1]):
+    return layout.row_lists(indices, queries, chunk, total_rows)
+  return layout.fill_up(*unions(indices, queries), chunk, total_rows)

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.sparse_mla import api, kernel_forward, kernel_move, layout, reference
+from pallas_kernels.sparse_mla import (
+  api,
+  kernel_forward,
+  kernel_lists,
+  kernel_move,
+  layout,
+  reference,
+)
 from pallas_kernels.sparse_mla.stream import Blocks
 from pallas_kernels.tuning import best_blocks
 
@@ -127,7 +134,9 @@ def _gathered(indices: jax.Array, table: jax.Array, size: int, b: Blocks):
     valid = positions >= 0
     masks = valid.astype(jnp.int32)
   else:
-    positions, masks, _ = layout.row_lists(indices.reshape(-1, k), queries, b.keys, keys)
+    positions, masks, _ = kernel_lists.row_lists(
+      indices.reshape(-1, k), queries, b.keys, keys, b.interpret
+    )
     valid = positions < keys
   positions = jnp.where(valid, positions, 0)
   pages = jnp.take_along_axis(table, positions // size, axis=1)
