@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib import pyplot
 
 from benchmarks.recipe import runs, sparse
+from benchmarks.serving.runs import markdown
 from glm5_jax.config import ModelConfig
 from glm5_jax.modules.block import Options
 from glm5_jax.modules.model import forward
@@ -120,33 +121,27 @@ def best(
 def tables(result: dict[str, Any]) -> str:
   """The unions, and what they would mean for the kernels."""
   layers = range(len(result['layers'][QUERIES[0]]))
-  assumed = {m: tuning.block_rows(m) / tuning.SELECTED for m in QUERIES}
-  lines = _head('queries of a block', *(f'layer {i}' for i in layers), 'mean',
-                'new a further query', 'assumed', 'by chance')  # fmt: skip
+  head = ['queries of a block', *(f'layer {i}' for i in layers), 'mean', 'new a further query',
+          'assumed', 'by chance']  # fmt: skip
+  unions = []
   for m in QUERIES:
-    values = [*result['layers'][m], mean(result, m)]
-    cells = [str(m), *(f'{x:.2f}' for x in values), f'{new_rows(values[-1], m):.3f}']
-    lines.append(_row([*cells, f'{assumed[m]:.2f}', f'{result["chance"][m]:.2f}']))
-  lines += ['', *_head('op', 'direction', 'chip', 'chosen blocks', 'cycles a query', 'best blocks',
-                       'cycles a query')]  # fmt: skip
+    values = *result['layers'][m], mean(result, m)
+    more = f'{new_rows(values[-1], m):.3f}'
+    others = tuning.block_rows(m) / tuning.SELECTED, result['chance'][m]
+    unions.append([m, *(f'{x:.2f}' for x in values), more, *(f'{x:.2f}' for x in others)])
+  costs = []
   for chip, op, regime, direction in sorted(tuning_table.CYCLES):
     if regime == 'gather' and op in ('sparse_mla', 'indexer_kl'):
       chosen, ours, cheapest, least = best(chip, op, direction, result)
-      cells = [_blocks(chosen), f'{ours:,.0f}', _blocks(cheapest), f'{least:,.0f}']
-      lines.append(_row([op, direction, chip, *cells]))
-  return '\n'.join(lines)
+      cells = _blocks(chosen), f'{ours:,.0f}', _blocks(cheapest), f'{least:,.0f}'
+      costs.append([op, direction, chip, *cells])
+  titles = ('op', 'direction', 'chip', 'chosen blocks', 'cycles a query', 'best blocks',
+            'cycles a query')  # fmt: skip
+  return f'{markdown(head, unions)}\n\n{markdown(titles, costs)}'
 
 
 def _blocks(blocks: Sequence[int]) -> str:
   return f'{blocks[0]} x {blocks[2]}'
-
-
-def _head(*names: str) -> list[str]:
-  return [_row(names), '|' + '---|' * len(names)]
-
-
-def _row(cells: Sequence[str]) -> str:
-  return f'| {" | ".join(cells)} |'
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:

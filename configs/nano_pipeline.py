@@ -3,8 +3,8 @@
   python -m experiments.run --config=configs/nano_pipeline.py --workdir=/tmp/pipeline
 
 Four stages, each from the checkpoint of the one before; the same command continues what was stopped.
-16 minutes on 2 CPU cores that other work shared. In bits per byte with dense and with sparse attention, and the recall of the
-indexers:
+16 minutes on 2 CPU cores that other work shared. In bits per byte with dense and with sparse attention,
+and the recall of the indexers:
 
   pretrain     1.631   1.738   58.8 %     rows of 256 tokens
   midtrain     1.611   1.915   23.2 %     rows of 1,024, as the stages below

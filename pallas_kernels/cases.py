@@ -205,9 +205,9 @@ OPS: tuple[Op, ...] = (
   Op(
     'sparse_mla_lists',
     sparse_mla_cases.LISTS,
-    lambda shape, chip: sparse_mla_cases.build_lists(shape, chip.name),
-    lambda shape, chip: Work(*sparse_mla_cases.work_lists(shape, chip.name)),
-    lambda shape, chip: sparse_mla_cases.loops_lists(shape),
+    lambda shape, _: sparse_mla_cases.build_lists(shape),
+    lambda shape, _: Work(*sparse_mla_cases.work_lists(shape)),
+    lambda shape, _: sparse_mla_cases.loops_lists(shape),
   ),
   Op(
     'indexer_topk_paged',

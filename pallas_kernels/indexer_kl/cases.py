@@ -52,7 +52,8 @@ def _config(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
 def build(shape: IndexerKl, chip: str, tuning: api.Tuning | None = None):
   """(function, abstract arguments) for the compiler; `chip` is 'v5p', 'v6e' or 'tpu7x'.
 
-  The kernel alone, its lists given: `sparse_mla_lists` is a case of its own. `tuning` are block sizes in place of the chip's.
+  The kernel alone, its lists given: `sparse_mla_lists` is a case of its own. `tuning` are block
+  sizes in place of the chip's.
   """
   s = shape
 

@@ -34,8 +34,8 @@ class Tuning:
   queries: int = 8
   together: int = 4
   keys: int = 512
-  # 1: gradient rows are summed beside matmuls, see kernel_backward.py.
-  sum_beside: int = dataclasses.field(default=0, kw_only=True)
+  # Gradient rows are summed beside matmuls, see kernel_backward.py.
+  sum_beside: bool = dataclasses.field(default=False, kw_only=True)
 
   def __post_init__(self):
     if self.queries > layout.MAX_QUERIES_PER_BLOCK or self.queries % self.together:
@@ -47,7 +47,7 @@ class Tuning:
 
 def tuned(blocks: tuple[int, ...]) -> Tuning:
   """An entry of the tuning table: three sizes, and 1 behind them for `sum_beside`."""
-  return Tuning(*blocks[:3], sum_beside=sum(blocks[3:]))
+  return Tuning(*blocks[:3], sum_beside=blocks[3:] == (1,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _blocks(c: Config, tuning: Tuning, heads: int, width: int, dtype) -> Blocks:
     scale=c.scale,
     dtype=jnp.dtype(dtype),
     interpret=bool(c.interpret),
-    sum_beside=bool(tuning.sum_beside),
+    sum_beside=tuning.sum_beside,
   )
 
 

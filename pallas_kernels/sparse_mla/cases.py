@@ -55,7 +55,8 @@ def _config(shape: SparseMla, chip: str, tuning: api.Tuning | None) -> api.Confi
 def build(shape: SparseMla, chip: str, tuning: api.Tuning | None = None):
   """(function, abstract arguments) of the kernel for 'v5p', 'v6e' or 'tpu7x'.
 
-  The kernel alone, its lists given: `sparse_mla_lists` is a case of its own. `tuning` are block sizes in place of the chip's.
+  The kernel alone, its lists given: `sparse_mla_lists` is a case of its own. `tuning` are block
+  sizes in place of the chip's.
   """
   s = shape
   c = _config(shape, chip, tuning)
@@ -128,9 +129,8 @@ class Lists(NamedTuple):
 LISTS = tuple(Lists(f'blocks-of-{m}', 'train', m) for m in (2, 4, 8, 16))
 
 
-def build_lists(shape: Lists, chip: str):
-  """(function, abstract arguments) of the kernel that makes the unions."""
-  del chip
+def build_lists(shape: Lists):
+  """(function, abstract arguments) of the kernel that makes the unions, the same for every chip."""
   lists, run = kernel_lists.sizes(shape.queries, shape.topk)
   blocks = layout.round_up(shape.time // shape.queries, kernel_lists.LANES)
   entries = (lists * run // kernel_lists.SUBLANES, kernel_lists.SUBLANES, blocks)
@@ -138,9 +138,8 @@ def build_lists(shape: Lists, chip: str):
   return merge, (jax.ShapeDtypeStruct(entries, jnp.int32),)
 
 
-def work_lists(shape: Lists, chip: str) -> tuple[float, float, float, float]:
+def work_lists(shape: Lists) -> tuple[float, float, float, float]:
   """As `work`, of one step of the grid, 128 blocks; rows are read once, those of one query written."""
-  del chip
   queries = kernel_lists.LANES * shape.queries
   entries = 4.0 * shape.topk * queries
   return queries, 0.0, entries + 8.0 * shape.topk * kernel_lists.LANES, 3 * entries

@@ -303,7 +303,7 @@ class Stream:
 
   def _unpack(self, slot):
     b, packed = self.b, self.s['packed']
-    # What a caller keeps in front of the features is his to take.
+    # What lies in front of the features is for the caller to take.
     front = (packed.shape[2] - b.words) // layout.LANES
     for tile in range(b.words // layout.LANES):
       view, index = row_tile(b, packed, slot * b.keys, front + tile)

@@ -398,7 +398,10 @@ def test_a_plan_is_what_is_compiled():
 
 @pytest.mark.tpu
 def test_pretraining_of_744b_on_a_pod():
-  """What docs/scale.md says of it, in micro-batches half as large. In a process of its own, since the compiler goes on in it."""
+  """What docs/scale.md says of it, in micro-batches half as large.
+
+  In a process of its own, since the compiler goes on in it.
+  """
   command = (
     '-m', 'experiments.aot_compile', '--config=configs/glm5_744b_pretrain.py',
     '--topology=v5p:8x8x16', '--plan', '--config.train.grad_accum=16',

@@ -119,7 +119,7 @@ def test_bfloat16_causal_on_two_cores_is_deterministic(regime):
   """v5p's two cores sum gradients apart; a prefill chunk sees the keys before it."""
   args = problem(1, 2, 6, 40, 2, 16, 8, 9, jnp.bfloat16, causal=True)
   args = (*args[:3], 16, *args[3:])
-  sizes = {'tuning': Tuning(2, 2, 16), 'backward': Tuning(4, 2, 16, sum_beside=1)}
+  sizes = {'tuning': Tuning(2, 2, 16), 'backward': Tuning(4, 2, 16, sum_beside=True)}
   got = kernel(*args, regime=regime, chip='v5p', **sizes)
   check(got, oracle(*args), 4e-2)
   for _ in range(19):
@@ -180,7 +180,7 @@ def test_any_selection_matches_oracle(case, pattern, seed, ties):
 # Queries of a block and of one matmul: one group, two, and three, of which one writes.
 @pytest.mark.parametrize(
   ('queries', 'together', 'chip', 'sum_beside'),
-  [(2, 2, 'v5p', 0), (2, 2, 'v5p', 1), (2, 1, 'v6e', 1), (3, 1, 'v6e', 0)],
+  [(2, 2, 'v5p', False), (2, 2, 'v5p', True), (2, 1, 'v6e', True), (3, 1, 'v6e', False)],
 )
 def test_rows_that_neighbouring_blocks_share_are_summed_in_order(
   queries, together, chip, sum_beside

@@ -13,7 +13,6 @@ from pallas_kernels.sparse_mla import sparse_mla
 pytestmark = pytest.mark.tpu
 
 TOPOLOGIES = {'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'tpu7x': 'tpu7x:2x2x1'}
-
 HEADS, LATENT, ROPE, TOPK = 64, 512, 64, 2048
 
 
